@@ -31,8 +31,11 @@ LIMITS: dict[str, tuple[float, float]] = {
     "agent.top_p": (1e-6, 1.0),
     "data.groups_per_update": (1, 1 << 16),
     "data.rows": (1, 1 << 16),
-    "serving.slots": (1, 1 << 16),
     "optimizer.learning_rate": (0.0, 1.0),
+    "optimizer.end": (0.0, 1.0),
+    "rollout.floor": (0.0, 1.0),
+    "rollout.infeasible_share": (0.0, 1.0),
+    "train.publish_every": (1, 1 << 16),
     "train.updates": (0, 1 << 40),
     "train.data": (1, 1 << 16),
     "train.fsdp": (1, 1 << 16),
@@ -53,11 +56,10 @@ def section(name: str, defaults: Mapping[str, Any], changes: Mapping[str, Any] |
 
 
 def policy(**changes: Any) -> Settings:
-    """models: which network, and where its weights come from."""
+    """models: which network."""
     return section("policy", dict(
         preset="tiny",  # a name in models/presets.py
-        checkpoint="",  # Hugging Face directory to start from; "": random weights
-        dtype="float32",  # of the parameters
+        dtype="float32",  # of activations and matmuls; parameters are float32
     ), changes)  # fmt: skip
 
 
@@ -65,9 +67,9 @@ def suite(**changes: Any) -> Settings:
     """tasks and sandbox: where tasks come from."""
     return section("suite", dict(
         name="sim",
-        families=(),  # (): every family of the suite
+        families=("check2", "check3", "type", "drop"),
+        infeasible=(),  # those of `families` whose right answer is terminate(failure)
         screen=64,  # pixels, height and width
-        feasible_share=1.0,  # of sampled tasks; the rest cannot be done and want terminate(failure)
     ), changes)  # fmt: skip
 
 
@@ -75,21 +77,37 @@ def agent(**changes: Any) -> Settings:
     """agent: how screens become prompts, and how answers are sampled."""
     return section("agent", dict(
         dialect="compact",  # a file in agent/dialects/
-        window=1,  # screenshots in the prompt; older turns stay as text
+        bins=16,  # coordinate positions a side
+        window=1,  # screenshots in the prompt
+        history=False,  # earlier answers as text
         temperature=1.0,  # of training attempts
         top_p=1.0,
         top_k=0,  # 0: off
-        max_tokens=16,  # of one answer
-        budget=0,  # most decisions of one attempt; 0: the task's own
+        max_tokens=6,  # of one answer
+        prompt_limit=48,  # tokens of prompt and answer together
     ), changes)  # fmt: skip
 
 
 def warmup(**changes: Any) -> Settings:
-    """algorithms.sft: supervised updates on oracle decisions before reinforcement starts."""
+    """Supervised single decisions on random screens before reinforcement starts, until grounding is measured.
+
+    Phase 1 (instructions of one clause) ends when grounding reaches `gate`, phase 2 (two clauses) after
+    `second_steps`; a gate not reached after `steps` is told and the run goes on.
+    """
     return section("warmup", dict(
-        steps=0,  # 0: none
-        samples=256,  # decisions an update
-        learning_rate=3e-3,
+        steps=0,  # most updates of phase 1; 0: no warm-up
+        second_steps=0,
+        gate=0.95,  # held-out single decisions answered rightly
+        check_every=50,
+        screens=32,  # an update
+        per_screen=6,  # instructions a screen
+        read=0.3,  # share of questions about a place of the screen
+        absent=0.12,  # share of instructions that name what is not there
+        decay_from=450,  # update at which the learning rate starts to fall
+        decay_over=600,  # updates it takes to reach 30 %
+        second_rate=0.6,  # learning rate of phase 2 at its start, as a share
+        optimizer=dict(name="muon", learning_rate=4e-3, betas=(0.9, 0.98), weight_decay=1e-4, clip_norm=1.0),
+        pack=dict(length=96, loss_tokens=64, images_per_row=2, rows=20),
     ), changes)  # fmt: skip
 
 
@@ -122,49 +140,65 @@ def algo(name: str, *, credit: Mapping[str, Any] | None = None, loss: Mapping[st
 def rollout(**changes: Any) -> Settings:
     """rollout: how many attempts run, and how far behind the learner they may fall."""
     return section("rollout", dict(
+        here=True,  # run attempts inside the training process; False: launch/rollout.py does
         group_size=8,  # attempts at one task
-        attempts=64,  # in flight at once
+        attempts=512,  # in flight at once
         max_lag=2,  # policy versions; older groups age out
-        replace_zero_variance=True,  # dynamic sampling: a group with equal rewards is replaced by a fresh one
-        timeout=600.0,  # seconds of one attempt
-        retries=2,  # of a slot whose attempt was invalid
+        retries=8,  # attempts a group may repeat because the world failed
+        sampling="vas",  # uniform | vas: families by 4P(1-P)
+        floor=0.15,  # least weight of a family
+        infeasible_share=0.08,
+        timeout=120.0,  # seconds of one attempt
+        replay="",  # experience directory of another run to learn from instead of acting
+    ), changes)  # fmt: skip
+
+
+def rounds(**changes: Any) -> Settings:
+    """rollout.candidates: PRO-CUA's rounds, for prm_grpo."""
+    return section("rounds", dict(
+        rounds=10,
+        tasks=256,  # attempts collected a round
+        deduplicate=False,  # equal prompts of one task are one state
     ), changes)  # fmt: skip
 
 
 def serving(**changes: Any) -> Settings:
     """serving: the policy engine."""
     return section("serving", dict(
-        address="",  # HOST:PORT of a running policy server; "": one inside this process
-        slots=64,  # sequences decoded together
-        prefill_batch=16,
-        prefix_cache=True,
-        update="drain",  # drain | inflight: when new weights are swapped in
+        address="",  # HOST:PORT of a running policy server, or "run": the one of this run directory; "": one here
+        transport="auto",  # grpc | local | auto: gRPC on loopback where the extra is there
+        prompts=(16, 64, 128),  # rows of a prefill
+        lengths=(32, 40),  # prompt tokens
+        slots=(32, 128, 256),  # rows of a decode step; the last is the number of slots
+        swap="drain",  # drain | inflight: when new weights are swapped in
     ), changes)  # fmt: skip
 
 
 def data(**changes: Any) -> Settings:
     """data: from groups to batches."""
     return section("data", dict(
-        groups_per_update=8,
-        rows=4,  # of one microbatch
-        length=1024,  # tokens of a row
-        loss_tokens=256,  # of a row
-        images_per_row=8,
-        patches_per_image=64,
-        merge_prefixes=True,  # False: plain packing, for recurrent layers
-        prefetch=2,  # batches made ahead
+        groups_per_update=16,
+        drop_zero_variance=True,  # dynamic sampling: a group with equal rewards is replaced by a fresh one
+        length=128,  # tokens of a row
+        loss_tokens=64,  # of a row
+        images_per_row=4,
+        rows=32,  # of one microbatch
+        merge_prefixes=True,  # False: plain packing
+        prefetch=1,  # batches made ahead
         store_budget=2 << 30,  # bytes on disk before compaction
     ), changes)  # fmt: skip
 
 
 def optimizer(**changes: Any) -> Settings:
-    """train.optimizer: arguments of `make_optimizer`."""
+    """train.optimizer: arguments of `make_schedule` and `make_optimizer`."""
     return section("optimizer", dict(
         name="adamw",  # adamw | muon
-        learning_rate=1e-3,
-        schedule="constant",  # constant | cosine
-        warmup_steps=0,
-        weight_decay=0.0,
+        learning_rate=4e-4,
+        schedule="linear",  # constant | linear | cosine
+        end=0.3,  # share of the learning rate at the last update
+        warmup_steps=30,
+        betas=(0.9, 0.98),
+        weight_decay=1e-4,
         clip_norm=1.0,  # global norm of the gradient
     ), changes)  # fmt: skip
 
@@ -174,11 +208,11 @@ def train(**changes: Any) -> Settings:
     return section("train", dict(
         updates=100,  # in all; a finished run continues when this grows
         epochs=1,  # passes over each optimizer batch
+        publish_every=1,  # updates between two policy versions
         data=1,  # mesh axes
         fsdp=1,
         tensor=1,
         skip_limit=5,  # non-finite updates in a row before the run stops
-        log_every=1,
     ), changes)  # fmt: skip
 
 
@@ -186,7 +220,8 @@ def evaluation(**changes: Any) -> Settings:
     """The held-out tasks: how often and how many. Goes into an experiment as `eval`."""
     return section("eval", dict(
         every=50,  # updates; 0: at the end only
-        tasks=32,  # a family
+        tasks=256,
+        final_tasks=256,  # of the run's last, reported evaluation, on other seeds
         temperature=0.0,
         collapse=0.5,  # stop when success falls below this share of the best; 0: never
     ), changes)  # fmt: skip
@@ -194,18 +229,31 @@ def evaluation(**changes: Any) -> Settings:
 
 def checkpoint(**changes: Any) -> Settings:
     """checkpoint: when state is saved and what is kept."""
-    return section("checkpoint", dict(every=25, keep=2, keep_best=1), changes)
+    return section("checkpoint", dict(every=50, keep=2, keep_best=1), changes)
 
 
 def experiment(name: str, *, seed: int = 0, **sections: Settings) -> Settings:
     """A whole locked experiment. `sections` replace or add rooms; an experiment names its `algo` at least."""
     made = ConfigDict(dict(name=name, seed=seed, **sections))
-    for room, fragment in (("policy", policy), ("suite", suite), ("agent", agent), ("rollout", rollout),
+    for room, fragment in (("policy", policy), ("suite", suite), ("agent", agent), ("warmup", warmup),
+                           ("rollout", rollout), ("rounds", rounds),
                            ("serving", serving), ("data", data), ("optimizer", optimizer), ("train", train),
                            ("eval", evaluation), ("checkpoint", checkpoint)):  # fmt: skip
         if room not in made:
             made[room] = fragment()
     return made.lock()
+
+
+def shrink(made: Settings) -> Settings:
+    """The `:debug` form: the same pages and rooms, over in under a minute."""
+    return override(made, {
+        "name": f"{made.name}_debug", "warmup.steps": min(made.warmup.steps, 4), "warmup.second_steps": 2,
+        "warmup.check_every": 2, "warmup.gate": 0.0, "warmup.screens": 4, "warmup.pack.rows": 4,
+        "rollout.group_size": 4, "data.groups_per_update": 2, "data.drop_zero_variance": False, "data.rows": 8,
+        "rounds.rounds": 1, "rounds.tasks": 8, "train.updates": 5, "train.publish_every": 1,
+        "optimizer.warmup_steps": 1, "eval.every": 5, "eval.tasks": 10, "eval.final_tasks": 10, "eval.collapse": 0.0,
+        "checkpoint.every": 5, "serving.prompts": (16,), "serving.lengths": (40,), "serving.slots": (32,),
+    })  # fmt: skip
 
 
 def parse_arg(arg: str, **defaults: Any) -> Settings:

@@ -22,7 +22,7 @@ RUN_FORMAT = 1  # of config.json in a run directory
 RUN_FILE = "config.json"
 # A run may be continued with other values of these; any other difference is another experiment.
 FREE_KEYS = frozenset({
-    "train.updates", "train.log_every", "eval.every", "checkpoint.every", "checkpoint.keep", "serving.address",
+    "train.updates", "eval.every", "checkpoint.every", "checkpoint.keep", "serving.address", "rollout.here",
 })  # fmt: skip
 
 

@@ -17,7 +17,8 @@ from cuajax.data.records import RecordError, seal, unseal
 from cuajax.types import Group
 
 _BATCH = 256  # records copied in one commit
-_ROUNDS = 20  # catching up with appends of other processes
+_ROUNDS = 20  # of catching up with appends of other processes
+_PATIENCE = 3  # rounds after which they are asked to pause
 
 
 def compact(database: Database, keep_from: int, counters: Counter[str]) -> int:
@@ -38,7 +39,7 @@ def compact(database: Database, keep_from: int, counters: Counter[str]) -> int:
         name = _next_name(database)
         target = database.open_generation(name)
         _clear(target, name)
-        _move(database, target, name, min(keep_from, head.seq), counters)
+        _move(database, target, name, keep_from=min(keep_from, head.seq), counters=counters)
         database.set_current(name)
         database.move_to(name)
         database.delete_unused()
@@ -74,26 +75,43 @@ def _clear(target: Any, name: str) -> None:
         raise typed(error, f"clearing generation {name}") from error
 
 
-def _move(database: Database, target: Any, name: str, keep_from: int, counters: Counter[str]) -> None:
+def _move(database: Database, target: Any, name: str, *, keep_from: int, counters: Counter[str]) -> None:
     """Copies until a copy is complete at the moment the old head is sealed with the new generation's name."""
     start = keep_from
     copied: set[str] = set()
     for round_ in range(_ROUNDS):
-        head = database.head()
+        head = _head(database, pause=round_ >= _PATIENCE)
         ids = _copy_groups(database, target, start, head.seq, copied=copied, counters=counters)
         slots = database.keys(keys.SLOT) if round_ == 0 else [keys.slot(i) for i in ids]
         _copy(database, target, slots)
         for small in (keys.RECORD, keys.JOURNAL):
             _mirror(database, target, small)
-        _write(target, {keys.HEAD: seal(dataclasses.replace(head, first=keep_from, retain=keep_from))}, name)
+        _write(
+            target,
+            {
+                keys.HEAD: seal(
+                    dataclasses.replace(head, first=keep_from, retain=max(keep_from, head.retain), pause=False)
+                )
+            },
+            name,
+        )
         start = head.seq
 
         def finish(_: Any, now: Head, complete: Head = head) -> Head | None:
             return dataclasses.replace(now, next=name) if now == complete else None
 
-        if database.transact(finish, doing="switching generations").next == name:
+        if database.transact(finish, doing="switching generations", polite=False).next == name:
             return
     raise StoreConflict(f"compaction: appends went on through {_ROUNDS} rounds of copying")
+
+
+def _head(database: Database, *, pause: bool) -> Head:
+    """The counters to catch up with, after asking other writers to wait."""
+    if not pause:
+        return database.head()
+    return database.transact(
+        lambda _, head: dataclasses.replace(head, pause=True), doing="asking writers to pause", polite=False
+    )
 
 
 def _copy_groups(

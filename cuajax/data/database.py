@@ -7,6 +7,7 @@ over. A handle holds a shared file lock on its generation, which is deleted only
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import fcntl
 import os
@@ -18,14 +19,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tensorstore as ts
 
 from cuajax.data.keys import HEAD
-from cuajax.data.records import RecordCorrupt, RecordError, seal, unseal
+from cuajax.data.records import RecordCorrupt, seal, unseal
 
 RETRIES = 64  # of one transaction against other writers
+_PAUSE_SECONDS = 5.0  # a writer waits at most this long for a compaction
 _CURRENT = b"CURRENT"
 _OS_ERROR = re.compile(r"os_error_code=\\?'(\d+)\\?'")
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -64,6 +66,7 @@ class Head:
     edits: int = 0  # transactions so far
     journal: bool = False  # attempts have been journaled
     done: bool = False  # no more groups will come
+    pause: bool = False  # a compaction asks writers to let it catch up
     next: str = ""  # the generation that replaced this one
 
 
@@ -78,7 +81,7 @@ def typed(error: Exception, doing: str) -> Exception:
         return StoreDenied(f"{doing}: not permitted: {text}")
     if text.startswith("ABORTED"):
         return StoreConflict(f"{doing}: {text}")
-    if text.startswith(("DATA_LOSS", "INVALID_ARGUMENT", "OUT_OF_RANGE")):
+    if not re.match("[A-Z_]+: ", text) or text.startswith(("DATA_LOSS", "OUT_OF_RANGE")):  # no code: invalid data
         return RecordCorrupt(f"{doing}: {text}")
     return StoreError(f"{doing}: {text}")
 
@@ -100,7 +103,7 @@ class Database:
         self.generation = ""
         self.conflicts = 0
         self._moving = threading.RLock()
-        self._pin: int | None = None
+        self._pin: _Pin | None = None
         self._root = ts.KvStore.open(self.prefix).result()
         name = self._read_current()
         if not name:
@@ -162,41 +165,27 @@ class Database:
             pin = self._lock(name)
             if pin is not False:
                 kv = self.open_generation(name)
-                if kv.read(HEAD).result().state == "value":
-                    self.release()
+                if _value(kv.read(HEAD), f"opening {self.prefix}{name}"):
                     self._pin, self._kv, self.generation = pin, kv, name
                     return
-                if pin is not None:
-                    os.close(pin)
             time.sleep(0.01)  # deleted in this moment: somebody has moved CURRENT on
             name = self._read_current()
         raise StoreError(f"generation {name} of {self.prefix} has no head")
 
-    def _lock(self, name: str) -> int | bool | None:
-        """A file descriptor that holds the shared lock; None where there are no locks; False if it is being deleted."""
+    def _lock(self, name: str) -> _Pin | Literal[False] | None:
+        """The shared lock; None where there are no locks; False if the generation is being deleted."""
         if self.local is None:
             return None
         try:
-            pin = os.open(self.local / name / "pin", os.O_CREAT | os.O_RDWR, 0o644)
-        except FileNotFoundError:
+            return _Pin(self.local / name / "pin", fcntl.LOCK_SH)
+        except (FileNotFoundError, BlockingIOError):
             return False
         except PermissionError:
-            try:
-                pin = os.open(self.local / name / "pin", os.O_RDONLY)
-            except OSError:
-                return None  # a reader that may not lock; it follows `next` all the same
-        try:
-            fcntl.flock(pin, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(pin)
-            return False
-        return pin
+            return None  # a reader that may not lock; it finds the next generation all the same
 
     def release(self) -> None:
         """Lets go of the generation held."""
-        if self._pin is not None:
-            os.close(self._pin)
-            self._pin = None
+        self._pin = None
 
     def generations(self) -> list[str]:
         """Names of the generations on a local disk, oldest first."""
@@ -211,18 +200,12 @@ class Database:
             if name >= self.generation:
                 continue
             try:
-                pin = os.open(self.local / name / "pin", os.O_CREAT | os.O_RDWR, 0o644)
-            except FileNotFoundError:
+                pin = _Pin(self.local / name / "pin", fcntl.LOCK_EX)
+            except (FileNotFoundError, BlockingIOError):
                 continue
-            try:
-                fcntl.flock(pin, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                continue
-            else:
-                shutil.rmtree(self.local / name, ignore_errors=True)
-                gone += 1
-            finally:
-                os.close(pin)
+            shutil.rmtree(self.local / name, ignore_errors=True)
+            del pin
+            gone += 1
         return gone
 
     def disk_bytes(self) -> int:
@@ -248,45 +231,55 @@ class Database:
             raise typed(error, f"listing {start.decode()}") from error
 
     def head(self) -> Head:
-        """The counters, as committed last."""
-        try:
-            return unseal(self._kv.read(HEAD).result().value, Head, "head")
-        except RecordError:
-            raise
-        except ValueError as error:
-            raise typed(error, "reading head") from error
+        """The counters, as committed last in this generation. Raises StoreError when it was deleted."""
+        data = _value(self._kv.read(HEAD), "reading head")
+        if not data:
+            raise StoreError(f"generation {self.generation} of {self.prefix} was deleted")
+        return unseal(data, Head, "head")
 
     def refresh(self) -> Head:
         """The counters, after moving to the generation that replaced this one, if any."""
-        while (head := self.head()).next:
+        try:
+            head = self.head()
+        except StoreError:
+            name = self._read_current()
+            if name in ("", self.generation):
+                raise
+            self.move_to(name)
+            head = self.head()
+        while head.next:
             self.move_to(head.next)
+            head = self.head()
         return head
 
     # ---------------------------------------------------------------------------------------------- writing
-    def transact(self, edit: Callable[[Any, Head], Head | None], *, doing: str) -> Head:
+    def transact(self, edit: Callable[[Any, Head], Head | None], *, doing: str, polite: bool = True) -> Head:
         """Runs `edit(kv, head) -> new head` in one atomic transaction; None from it writes nothing.
 
         `edit` runs again when another writer committed in between. Raises StoreConflict after RETRIES, StoreFull,
-        StoreDenied, and whatever `edit` raises. `edit` must not read a key it has written: TensorStore 0.1.86 then
+        StoreDenied, and whatever `edit` raises. `polite`: lets a compaction catch up first. `edit` must not read a key it has written: TensorStore 0.1.86 then
         commits an empty value.
         """
+        if polite:
+            self._let_catch_up()
         for attempt in range(RETRIES):
             txn = ts.Transaction(atomic=True, repeatable_read=True)
             kv = self._kv.with_transaction(txn)
             try:
-                head = unseal(kv.read(HEAD).result().value, Head, "head")
+                data = kv.read(HEAD).result().value
+                head = unseal(data, Head, "head") if data else Head(next="deleted")
                 if head.next:
-                    self.move_to(head.next)
+                    self.refresh()
                     continue
                 new = edit(kv, head)
                 if new is None:
                     return head
-                kv[HEAD] = seal(new)
+                kv[HEAD] = seal(dataclasses.replace(new, pause=False) if polite and new.pause else new)
                 txn.commit_async().result()
                 return new
-            except RecordError:
-                raise
             except ValueError as error:
+                if type(error) is not ValueError:  # the edit's own; TensorStore's have no type
+                    raise
                 if not str(error).startswith("ABORTED"):
                     raise typed(error, doing) from error
                 self.conflicts += 1
@@ -294,6 +287,33 @@ class Database:
             finally:
                 txn.abort()
         raise StoreConflict(f"{doing}: lost to other writers {RETRIES} times")
+
+    def _let_catch_up(self) -> None:
+        """Waits while a compaction asks for it; one that was killed is waited for once, then its request is cleared."""
+        end = time.monotonic() + _PAUSE_SECONDS
+        while self.refresh().pause and time.monotonic() < end:
+            time.sleep(0.002)
+
+
+class _Pin:
+    """A locked file, let go of with the object. Raises BlockingIOError when somebody holds another kind of lock."""
+
+    def __init__(self, path: Path, kind: int) -> None:
+        self._fd = -1
+        self._fd = os.open(path, os.O_CREAT | os.O_RDWR, 0o644)
+        fcntl.flock(self._fd, kind | fcntl.LOCK_NB)
+
+    def __del__(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+
+
+def _value(future: Any, doing: str) -> bytes:
+    """The value read, b"" if there is none. Raises one of our errors."""
+    try:
+        return future.result().value
+    except ValueError as error:
+        raise typed(error, doing) from error
 
 
 def _after(start: bytes) -> bytes:

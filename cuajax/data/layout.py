@@ -67,7 +67,7 @@ def _prompt_ends(prompts: Prompts, layout: Layout) -> np.ndarray:
 
 
 def token_fields(
-    samples: list[Sample], prompts: Prompts, layout: Layout, spec: PackSpec, total: int
+    samples: list[Sample], prompts: Prompts, layout: Layout, *, spec: PackSpec, total: int
 ) -> dict[str, np.ndarray]:
     """tokens, positions and subtree_end of `total` rows."""
     t = spec.length
@@ -102,7 +102,7 @@ def _gather(parts: list[np.ndarray], dtype: type) -> np.ndarray:
     return np.concatenate(parts).astype(dtype, copy=False) if parts else np.zeros(0, dtype)
 
 
-def loss_fields(samples: list[Sample], layout: Layout, spec: PackSpec, total: int) -> dict[str, np.ndarray]:
+def loss_fields(samples: list[Sample], layout: Layout, *, spec: PackSpec, total: int) -> dict[str, np.ndarray]:
     """Everything indexed by loss position."""
     k, n = spec.loss_tokens, layout.loss
     target = ranges(layout.row * k + layout.slot, n)
@@ -152,7 +152,7 @@ def _support(chosen: list[Sample], target: np.ndarray, total: int, k: int) -> np
 
 
 def vision_fields(
-    images: Mapping[str, np.ndarray], prompts: Prompts, layout: Layout, spec: PackSpec, total: int
+    images: Mapping[str, np.ndarray], prompts: Prompts, layout: Layout, *, spec: PackSpec, total: int
 ) -> tuple[np.ndarray, VisionInputs, int]:
     """image_index [rows,T], the rows' image banks [rows,M,...], and how many images those hold."""
     m, n = spec.images_per_row, spec.patches_per_image

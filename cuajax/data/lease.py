@@ -105,20 +105,8 @@ def acquire(path: str | os.PathLike[str], *, term: float = 30.0) -> Lease:
     """
     where = prefix(path)
     root = ts.KvStore.open(where).result()
-    watched: Holder | None = None
-    until = 0.0
     for _ in range(_TRIES):
-        current, generation = _read(root, where)
-        while current is not None and current.pid and (remote := _refuse_if_alive(current, where)):
-            if watched is None or watched.fence != current.fence:
-                watched, until = current, time.monotonic() + current.term
-            if current.beat != watched.beat:
-                raise _held(current, where)
-            if time.monotonic() >= until:
-                break
-            time.sleep(min(0.5, current.term / 10))
-            current, generation = _read(root, where)
-            del remote
+        current, generation = _when_free(root, where)
         holder = Holder(
             host=socket.gethostname(), pid=os.getpid(), started=_started(os.getpid()) or "", machine=_machine(),
             since=time.time(), term=term, fence=current.fence + 1 if current else 1,
@@ -129,13 +117,25 @@ def acquire(path: str | os.PathLike[str], *, term: float = 30.0) -> Lease:
     raise LeaseHeld(f"{where}: other learners took the lease {_TRIES} times in a row")
 
 
-def _refuse_if_alive(holder: Holder, where: str) -> bool:
-    """False when the holder's process is known to be gone; True when only its heartbeat can tell."""
-    if holder.machine != _machine():
-        return True
-    if _started(holder.pid) == holder.started:
-        raise _held(holder, where)
-    return False
+def _when_free(root: Any, where: str) -> tuple[Holder | None, bytes]:
+    """The last holder, once it is known to be gone, and the generation of its record. Raises LeaseHeld."""
+    watched: Holder | None = None
+    until = 0.0
+    while True:
+        current, generation = _read(root, where)
+        if current is None or not current.pid:
+            return current, generation
+        if current.machine == _machine():
+            if _started(current.pid) == current.started:
+                raise _held(current, where)
+            return current, generation
+        if watched is None:
+            watched, until = current, time.monotonic() + current.term
+        elif (current.fence, current.beat) != (watched.fence, watched.beat):
+            raise _held(current, where)
+        elif time.monotonic() >= until:
+            return current, generation
+        time.sleep(min(0.5, current.term / 10))
 
 
 def _held(holder: Holder, where: str) -> LeaseHeld:

@@ -53,10 +53,10 @@ def pack(
     layout = lay_out(prompts, leaf, loss, rows)
     micro = 1 << max(0, -(-rows.count // spec.rows) - 1).bit_length()
     total = micro * spec.rows
-    tree = token_fields(samples, prompts, layout, spec, total)
-    index, vision, encoded = vision_fields(images, prompts, layout, spec, total)
+    tree = token_fields(samples, prompts, layout, spec=spec, total=total)
+    index, vision, encoded = vision_fields(images, prompts, layout, spec=spec, total=total)
     tree["image_index"] = index
-    flat = PackedBatch(vision=vision, **tree, **loss_fields(samples, layout, spec, total))
+    flat = PackedBatch(vision=vision, **tree, **loss_fields(samples, layout, spec=spec, total=total))
     used = int((layout.new + layout.loss - 1).sum())
     plain = int((prompts.length[prompts.of[kept]] + loss[kept] - 1).sum())
     stats = PackStats(

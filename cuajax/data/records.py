@@ -12,7 +12,7 @@ from cuajax.types import FORMAT_VERSION
 
 T = TypeVar("T")
 
-_HEADER = struct.Struct("<2sHBI")  # magic, format version, flags, crc32 of the body
+_HEADER = struct.Struct("<2sHBI")  # magic, format version, flags, crc32 of flags and body
 _MAGIC = b"CR"
 _DEFLATED = 1
 _LIMIT = 256 << 20  # bytes a body may inflate to
@@ -51,7 +51,8 @@ def seal(value: object, *, deflate: bool = False) -> bytes:
     body = wire.encode(value)
     if deflate:
         body = zlib.compress(body, 1)
-    return _HEADER.pack(_MAGIC, FORMAT_VERSION, _DEFLATED if deflate else 0, zlib.crc32(body)) + body
+    flags = _DEFLATED if deflate else 0
+    return _HEADER.pack(_MAGIC, FORMAT_VERSION, flags, zlib.crc32(body, flags)) + body
 
 
 def unseal(data: bytes, kind: type[T], name: str = "record") -> T:
@@ -64,7 +65,7 @@ def unseal(data: bytes, kind: type[T], name: str = "record") -> T:
     if version != FORMAT_VERSION:
         raise RecordVersionError(f"{name}: format version {version}, this program reads {FORMAT_VERSION}")
     body: bytes | memoryview = memoryview(data)[_HEADER.size :]
-    if zlib.crc32(body) != crc:
+    if zlib.crc32(body, flags) != crc:
         raise RecordCorrupt(f"{name}: checksum of its {len(body)} bytes does not match")
     try:
         if flags & _DEFLATED:

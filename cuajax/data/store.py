@@ -300,14 +300,15 @@ class _Commit:
         self.blobs = stage(kv, self.groups, self.images, known=known, cached=hub.images.get, encoded=self._encoded)
         slots = {gid: _slots(future.result().value, gid) for gid, future in stored}
         for i, group in enumerate(self.groups):
-            self._add(kv, head, i, group, slots[group.id])
+            self._add(kv, head, i, taken=slots[group.id])
         for h, (blob, _, _) in self.blobs.items():
             kv[keys.image(h)] = blob
         if not self.added and not self.blobs:
             return None
         return dataclasses.replace(head, seq=head.seq + len(self.added), edits=head.edits + 1)
 
-    def _add(self, kv: Any, head: Head, i: int, group: Group, taken: dict[int, int]) -> None:
+    def _add(self, kv: Any, head: Head, i: int, *, taken: dict[int, int]) -> None:
+        group = self.groups[i]
         new = tuple(t for t in group.trajectories if t.slot not in taken)
         if not new:
             self.result.append(max(taken.values(), default=-1))

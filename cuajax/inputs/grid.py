@@ -50,7 +50,7 @@ def _axis(index: np.ndarray, count: int, side: int) -> tuple[np.ndarray, np.ndar
 
 
 @functools.lru_cache(maxsize=512)
-def _constants(rows: int, cols: int, merge: int, side: int, window: int, length: int) -> _Constants:
+def _constants(rows: int, cols: int, *, merge: int, side: int, window: int, length: int) -> _Constants:
     """The arrays of one grid, padded to `length` patches and made read-only."""
     count = rows * cols
     if count > length:
@@ -96,11 +96,11 @@ def vision_inputs(images: Sequence[np.ndarray], spec: ImageSpec, *, patches: int
     grids = [_patch_grid(image.shape[0], image.shape[1], spec) for image in images]
     kinds = dict.fromkeys(grids)
     length = max((r * c for r, c in kinds), default=0) if patches is None else patches
-    args = (spec.merge, spec.position_side, spec.window, length)
+    args = {"merge": spec.merge, "side": spec.position_side, "window": spec.window, "length": length}
     count = len(images)
     if len(kinds) == 1:
         (rows, cols) = grids[0]
-        const = _constants(rows, cols, *args)
+        const = _constants(rows, cols, **args)
         cut = _cut(images, rows, cols, spec)
         if rows * cols < length:
             full = np.zeros((count, length, cut.shape[2]), np.uint8)
@@ -115,7 +115,7 @@ def vision_inputs(images: Sequence[np.ndarray], spec: ImageSpec, *, patches: int
         np.full((count, length), -1, np.int32),
     )
     for rows, cols in kinds:
-        const = _constants(rows, cols, *args)
+        const = _constants(rows, cols, **args)
         at = [i for i, grid in enumerate(grids) if grid == (rows, cols)]
         out.patches[at, : rows * cols] = _cut([images[i] for i in at], rows, cols, spec)
         for target, a in zip(out[1:], const, strict=True):

@@ -32,6 +32,7 @@ class PolicyConfig:
     remat: bool = True
     unroll: bool = False  # unroll the scan over layers (small models on CPU)
     logit_chunk: int = 1024  # loss tokens whose logits exist at a time
+    embed_std: float = 0.02  # initial scale of token embeddings
 
     def __post_init__(self) -> None:
         if sum(self.decoder.mrope) != self.decoder.head_dim // 2:
@@ -58,7 +59,7 @@ def declare(cfg: PolicyConfig) -> dict:
     d = cfg.decoder.hidden
     tree = {
         "vision": vision.declare(cfg.vision, d),
-        "embed": Leaf((cfg.vocab_size, d), ("vocab", "embed"), d**-0.5),
+        "embed": Leaf((cfg.vocab_size, d), ("vocab", "embed"), cfg.embed_std),
         "decoder": decoder.declare(cfg.decoder),
     }
     if not cfg.tied:

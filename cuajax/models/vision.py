@@ -15,6 +15,7 @@ from cuajax.models.layers import Leaf, Params, attend, frequencies, layer_norm, 
 from cuajax.types import VisionInputs
 
 EPS = 1e-6
+QUIET = 0.2  # initial scale of a block's outputs: patches start out as themselves, which a small policy learns faster
 CHANNELS = 3
 
 
@@ -38,8 +39,8 @@ def declare(cfg: VisionConfig, out: int) -> dict:
     """Every leaf of the tower; `out` is the decoder's width."""
     d, merged = cfg.hidden, cfg.hidden * cfg.merge**2
 
-    def dense(n_in: int, n_out: int, a: str | None, b: str | None) -> dict:
-        return {"w": Leaf((n_in, n_out), (a, b), "fan_in"), "b": Leaf((n_out,), (b,), "zeros")}
+    def dense(n_in: int, n_out: int, a: str | None, b: str | None, gain: float = 1.0) -> dict:
+        return {"w": Leaf((n_in, n_out), (a, b), gain * n_in**-0.5), "b": Leaf((n_out,), (b,), "zeros")}
 
     def norm(n: int) -> dict:
         return {"w": Leaf((n,), (None,), "ones"), "b": Leaf((n,), (None,), "zeros")}
@@ -54,10 +55,10 @@ def declare(cfg: VisionConfig, out: int) -> dict:
     block = {
         "norm1": norm(d),
         "qkv": dense(d, 3 * d, "vision_embed", "heads"),
-        "out": dense(d, d, "heads", "vision_embed"),
+        "out": dense(d, d, "heads", "vision_embed", QUIET),
         "norm2": norm(d),
         "fc1": dense(d, cfg.ffn, "vision_embed", "ffn"),
-        "fc2": dense(cfg.ffn, d, "ffn", "vision_embed"),
+        "fc2": dense(cfg.ffn, d, "ffn", "vision_embed", QUIET),
     }
     tree = {
         "patch": dense(CHANNELS * cfg.temporal * cfg.patch**2, d, "patch", "vision_embed"),

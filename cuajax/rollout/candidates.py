@@ -25,9 +25,8 @@ from cuajax.rollout.envs import EnvPool
 from cuajax.rollout.episode import Agent, Name, Record, Stages, attempt, clock, usable
 from cuajax.rollout.groups import OpenGroup, add, backoff
 from cuajax.rollout.host import LoopThread, nap
-from cuajax.rollout.ledger import GroupStore, Ledger
+from cuajax.rollout.ledger import GroupStore, Ledger, count_start
 from cuajax.rollout.plan import Plan
-from cuajax.rollout.service import count_start
 from cuajax.rollout.states import distinct, surviving
 from cuajax.rollout.watchdog import Watchdog
 from cuajax.serving.client import PolicyError
@@ -53,7 +52,7 @@ class RoundPlan:
     score_seconds: float = 60.0  # of one call
     settle_seconds: float = 300.0
     deduplicate: bool = False
-    empty_rounds: int = 3  # rounds in a row without a full batch of states: stop
+    empty_rounds: int = 3  # rounds in a row with nothing to train on: stop
 
     def __post_init__(self) -> None:
         for name in ("rounds", "tasks", "scoring", "score_seconds", "settle_seconds", "empty_rounds"):
@@ -68,8 +67,8 @@ class Learner(NamedTuple):
     published: Callable[[], int]  # in the newest policy that serves
 
 
-class NoStates(RuntimeError):
-    """Round after round left fewer states than one update takes; the message has the counts of the last."""
+class EmptyRounds(RuntimeError):
+    """Round after round left nothing to train on; the message says what became of the steps and candidates."""
 
 
 @dataclass(slots=True)
@@ -135,6 +134,7 @@ class CandidateRounds:
         self._live: dict[asyncio.Task, Record] = {}
         self._wake = asyncio.Event()
         self._stopping = False
+        self._fault = ""  # why the last invalid candidate was
         self._serial = self._pending = self._good = 0  # groups: numbered, being filled, trainable in this round
         self._host = LoopThread("candidates")
 
@@ -190,10 +190,7 @@ class CandidateRounds:
                         found = await self._round(tasks, prefix=f"{prefix}.{self.stats.round}", rng=rng)
                         empty = 0 if found else empty + 1
                         if empty >= self.plan.empty_rounds and not self._stopping:
-                            raise NoStates(
-                                f"{empty} rounds left fewer than {rollout.groups_per_update} states each; steps dropped"
-                                f" so far: {dict(self.stats.dropped)}"
-                            )
+                            raise EmptyRounds(f"{empty} rounds in a row left nothing to train on; {self._account()}")
                     while self._live:
                         await self._nap()
                     ledger.finish()
@@ -205,6 +202,13 @@ class CandidateRounds:
         store, rollout = self._ledger.store, self.plan.rollout
         self.stats.round = int((store.get(ROUND) or {"round": 0})["round"])
         return count_start(store, "candidates", seed=rollout.seed, actor=rollout.actor)
+
+    def _account(self) -> str:
+        s, per_update = self.stats, self.plan.rollout.groups_per_update
+        return (
+            f"an update takes {per_update} states; in all {s.collected} attempts left {s.states} usable states, steps"
+            f" dropped {dict(s.dropped)}; {s.invalid} of {s.candidates} candidates invalid, the last: {self._fault!r}"
+        )
 
     async def _nap(self) -> None:
         await nap(self._wake, self.plan.rollout.poll_seconds)
@@ -221,7 +225,7 @@ class CandidateRounds:
 
     # --------------------------------------------------------------------------------------------- one round
     async def _round(self, tasks: asyncio.TaskGroup, *, prefix: str, rng: np.random.Generator) -> bool:
-        """Collect, filter, score, wait; True when at least one update's worth of states was found."""
+        """Collect, filter, score, wait; False when there was not one update's worth of states or nothing trainable."""
         await self._ledger.call(self._ledger.store.put, ROUND, {"round": self.stats.round, "head": self._ledger.head})
         states = await self._collect(tasks, prefix=prefix, rng=rng)
         per_update = self.plan.rollout.groups_per_update
@@ -238,8 +242,9 @@ class CandidateRounds:
             await self._nap()
         if self._good < wanted and not self._stopping:
             log.warning("round %d: %d of %d groups are trainable", self.stats.round, self._good, wanted)
-        await self._settle(per_update)
-        return wanted > 0
+        if self._good:
+            await self._settle(per_update)
+        return self._good > 0
 
     async def _settle(self, per_update: int) -> None:
         """Until the learner has published what it could train of this round."""
@@ -291,7 +296,7 @@ class CandidateRounds:
         if self.plan.deduplicate:
             found = distinct(found)
         order = rng.permutation(len(found))
-        return [_state(*found[i], images) for i in order]
+        return [_state(found[i], images) for i in order]
 
     # ------------------------------------------------------------------------------------------------- (3)
     def _start_group(self, tasks: asyncio.TaskGroup, state: _State, group_id: str) -> None:
@@ -314,7 +319,9 @@ class CandidateRounds:
                 record.name = record.name._replace(id=f"{record.name.group_id}/{record.name.slot}.{tries}")
             candidate = await self._candidate(state, record)
             stats.candidates += 1
-            stats.invalid += candidate.outcome.status == "invalid"
+            if candidate.outcome.status == "invalid":
+                stats.invalid += 1
+                self._fault = candidate.outcome.reason
             stats.correct += candidate.outcome.reward == 1.0
             box[0], verdict, group = add(box[0], candidate)
             tries += 1
@@ -369,7 +376,8 @@ class CandidateRounds:
         return Trajectory(name.id, state.task.id, name.group_id, name.slot, (step,) if step else (), outcome)
 
 
-def _state(task: Task, trajectory: Trajectory, index: int, images: dict[str, np.ndarray]) -> _State:
+def _state(found: tuple[Task, Trajectory, int], images: dict[str, np.ndarray]) -> _State:
+    task, trajectory, index = found
     step = trajectory.steps[index]
     prompt = Prompt(step.prompt_ids, tuple(Image(h, images[h]) for h in step.image_hashes))
     return _State(task, trajectory, index, prompt)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import collections
 import concurrent.futures
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
-from cuajax.rollout.episode import clock
 from cuajax.types import Group
 
 RECORD_POLL_SECONDS = 0.05
@@ -64,9 +64,9 @@ class Ledger:
         """How many groups may be started now: in flight + ready stays within `ahead`."""
         if self._consumed is not None:
             self.read = self._consumed()
-        elif clock() - self._polled > RECORD_POLL_SECONDS:
+        elif time.perf_counter() - self._polled > RECORD_POLL_SECONDS:
             record = await asyncio.get_running_loop().run_in_executor(None, self.store.get, LEARNER)
-            self.read, self._polled = int((record or {"consumed": 0})["consumed"]), clock()
+            self.read, self._polled = int((record or {"consumed": 0})["consumed"]), time.perf_counter()
         return self.ahead - self.in_flight - (self.head - self.read)
 
     def start(self) -> None:
@@ -95,9 +95,9 @@ class Ledger:
             self._closed.clear()
             if not batch:
                 continue
-            began = clock()
+            began = time.perf_counter()
             deltas = await self.call(self._append, batch)
-            self.store_s += clock() - began
+            self.store_s += time.perf_counter() - began
             self.head += len(deltas)
             self.in_flight -= len(batch)
             committed(self.head, deltas)
@@ -110,3 +110,11 @@ class Ledger:
         if seqs == list(range(self.head, head)):
             return deltas
         return self.store.deltas_from(self.head, head)
+
+
+def count_start(store: GroupStore, name: str, *, seed: int, actor: str) -> tuple[str, np.random.Generator]:
+    """A prefix no other start of this actor has had, and a generator of its own."""
+    record = name + actor
+    starts = (store.get(record) or {"starts": 0})["starts"]
+    store.put(record, {"starts": starts + 1})
+    return f"{actor}{starts}", np.random.default_rng([seed, starts, *actor.encode()])

@@ -22,6 +22,7 @@ class Plan:
     dead_groups: int = 16  # groups in a row without one valid attempt: a fault that does not pass
     seed: int = 0
     actor: str = ""  # prefix of group ids, one per process that writes to a store
+    journal: bool = True  # claim attempts in the store first, so that a restart re-issues what was lost
     reuse_envs: bool = False  # a reset leaves no trace (the sim); else one sandbox per attempt
     warm_envs: int = 0
     limits: Limits = field(default_factory=Limits)
@@ -32,6 +33,9 @@ class Plan:
         for name, low in (("group_size", 2), ("groups_per_update", 1), ("max_lag", 0), ("dead_groups", 1)):
             if getattr(self, name) < low:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be at least {low}")
+
+        if self.actor[-1:].isdigit():
+            raise ValueError(f"actor {self.actor!r} must not end in a digit: starts are numbered after it")
 
     @property
     def ahead(self) -> int:

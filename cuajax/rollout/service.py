@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,11 +17,13 @@ from typing import Any
 import numpy as np
 
 from cuajax.agent.harness import Harness
+from cuajax.data.journal import Attempt, Journal
+from cuajax.data.store import Store
 from cuajax.rollout.envs import EnvPool
 from cuajax.rollout.episode import Agent, Name, Record, Stages, attempt, clock
 from cuajax.rollout.groups import OpenGroup, add, backoff
 from cuajax.rollout.host import LoopThread, nap
-from cuajax.rollout.ledger import GroupStore, Ledger
+from cuajax.rollout.ledger import GroupStore, Ledger, count_start
 from cuajax.rollout.plan import Plan, Stats
 from cuajax.rollout.watchdog import OnStall, Watchdog, tell
 from cuajax.tasks import curriculum as dtac
@@ -74,7 +77,9 @@ class RolloutService:
         self._stages = Stages(plan.limits)
         self._envs = EnvPool(suite, reuse=plan.reuse_envs, keep=plan.limits.attempts)
         self._serial = self._dead = self._head = self._saved = 0
-        self._stopping = self._draining = False
+        self._stopping = False
+        self._journal: Journal | None = None
+        self._lost: list[_Open] = []  # groups an earlier start was working on
         self._host = LoopThread("rollout")
 
     # ---------------------------------------------------------------------------------------- other threads
@@ -103,16 +108,13 @@ class RolloutService:
 
     # ------------------------------------------------------------------------------------------------- loop
     def _begin_stop(self, drain: bool, timeout: float) -> None:
-        self._stopping, self._draining = True, drain
-        loop = asyncio.get_running_loop()
-        loop.call_later(timeout if drain else 0.0, self._cancel_attempts)
+        self._stopping = True
+        asyncio.get_running_loop().call_later(timeout if drain else 0.0, self._cancel_attempts)
         self._wake.set()
 
     def _cancel_attempts(self) -> None:
-        self._draining = False
         for task in list(self._live):
             task.cancel()
-        self._wake.set()
 
     async def _main(self) -> None:
         async with self._ledger as ledger:
@@ -138,24 +140,38 @@ class RolloutService:
         while not self._stopping:
             if self._head - self._saved >= SAVE_EVERY:
                 await self._ledger.call(self._save)
-            for _ in range(await self._ledger.room()):
-                self._start_group(tasks)
+            fresh = [self._next_group() for _ in range(await self._ledger.room())]
+            if fresh and self._journal is not None:
+                await self._ledger.call(self._journal.claim, [a for group in fresh for a in _claims(group.state)])
+            if self._stopping:
+                return  # what was just claimed is for the next start
+            for group in fresh:
+                self._launch(group.state, tasks)
             began = clock()
             await nap(self._wake, self.plan.poll_seconds)
             self.stats.paced_s += 0.0 if self._live else clock() - began
 
-    def _start_group(self, tasks: asyncio.TaskGroup) -> None:
-        busy = {dtac.unit_of(o.family, o.seed, self._curriculum) for o in self._open.values()}
-        family, seed = dtac.sample(self.curriculum_state, self._rng, self._curriculum, index=self._serial, busy=busy)
-        group_id = f"{self._prefix}.{self._serial}"
-        self._serial += 1
-        task = self._suite.task(family, seed)
-        state = OpenGroup(group_id, task, self.plan.group_size, retries=self.plan.retries)
-        self._open[group_id] = _Open(state, family, seed)
+    def _next_group(self) -> _Open:
+        """A group an earlier start lost, or a new one of the curriculum's choice; counted as in flight from here."""
+        if self._lost:
+            group = self._lost.pop()
+        else:
+            busy = {dtac.unit_of(o.family, o.seed, self._curriculum) for o in self._open.values()}
+            state, index = self.curriculum_state, self._serial
+            family, seed = dtac.sample(state, self._rng, self._curriculum, index=index, busy=busy)
+            # The seed is in the id, so that a restart can tell the curriculum what a lost group was about.
+            group_id = f"{self._prefix}.{self._serial}-{seed}"
+            self._serial += 1
+            task = self._suite.task(family, seed)
+            group = _Open(OpenGroup(group_id, task, self.plan.group_size, retries=self.plan.retries), family, seed)
+        self._open[group.state.id] = group
         self._ledger.start()
-        for slot in range(self.plan.group_size):
-            running = tasks.create_task(self._fill(group_id, slot), name=f"{group_id}/{slot}")
-            self._live[running] = Record(Name(f"{group_id}/{slot}.0", group_id, slot))
+        return group
+
+    def _launch(self, group: OpenGroup, tasks: asyncio.TaskGroup) -> None:
+        for slot in range(group.size):
+            running = tasks.create_task(self._fill(group.id, slot), name=f"{group.id}/{slot}")
+            self._live[running] = Record(Name(f"{group.id}/{slot}.0", group.id, slot))
             running.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task) -> None:
@@ -230,6 +246,28 @@ class RolloutService:
             state = dtac.fold(state, delta, self._curriculum)
         self.curriculum_state, self._saved = state, saved["seq"]
         self._prefix, self._rng = count_start(store, "rollout", seed=self.plan.seed, actor=actor)
+        if self.plan.journal:
+            if not isinstance(store, Store):
+                raise TypeError(f"a journal needs a Store, not a {type(store).__name__}; or set journal=False")
+            self._journal = Journal(store)
+            self._reissue(self._journal)
+
+    def _reissue(self, journal: Journal) -> None:
+        """Take up the groups that earlier starts of this actor claimed and did not store."""
+        mine = re.compile(re.escape(self.plan.actor) + r"\d+\.\d+-(\d+)")
+        groups: dict[str, list[Attempt]] = {}
+        for one in journal.pending():
+            groups.setdefault(one.group_id, []).append(one)
+        for group_id, attempts in groups.items():
+            match = mine.fullmatch(group_id)
+            if match is None:
+                continue  # another actor's, which may be alive
+            if sorted(a.slot for a in attempts) != list(range(len(attempts))):
+                journal.abandon(attempts, "incomplete")
+                continue
+            task = attempts[0].task
+            state = OpenGroup(group_id, task, len(attempts), retries=self.plan.retries)
+            self._lost.append(_Open(state, task.family, int(match[1])))
 
     def _save(self) -> None:
         head, state = self._head, self.curriculum_state
@@ -237,9 +275,5 @@ class RolloutService:
         self._saved = head
 
 
-def count_start(store: GroupStore, name: str, *, seed: int, actor: str) -> tuple[str, np.random.Generator]:
-    """A prefix no other start of this actor has had, and a generator of its own."""
-    record = name + actor
-    starts = (store.get(record) or {"starts": 0})["starts"]
-    store.put(record, {"starts": starts + 1})
-    return f"{actor}{starts}", np.random.default_rng([seed, starts, *actor.encode()])
+def _claims(group: OpenGroup) -> list[Attempt]:
+    return [Attempt(f"{group.id}/{slot}.0", group.id, slot, group.task) for slot in range(group.size)]

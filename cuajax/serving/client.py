@@ -113,6 +113,9 @@ class LocalClient:
         """Version, config fingerprint, vocabulary, limits and statistics."""
         return self._scheduler.info()
 
+    async def close(self) -> None:
+        """Nothing is held; both clients end alike."""
+
 
 # ------------------------------------------------------------------------------------------------------- remote
 @dataclass(slots=True, eq=False)
@@ -285,6 +288,7 @@ class GrpcClient:
                 # The connection may have died after the swap: then a second upload would be refused as stale.
                 if (await self.info())["version"] == version:
                     return
+            await self._unary("OfferWeights", header)  # refused before anything is sent: a status cuts a stream badly
             try:
                 await self._method("stream_unary", "SetWeights")(
                     _chunks(header, leaves), metadata=self._metadata, timeout=self.timeout_s
@@ -292,7 +296,8 @@ class GrpcClient:
                 return
             except grpc.aio.AioRpcError as broken:
                 error = fault(broken.code().name, f"{self.address}: {broken.details()}")
-                if not isinstance(error, Unavailable) or attempt == self.retries:
+                # A connection lost in the middle of a stream reads as an internal error.
+                if not isinstance(error, (Unavailable, EngineFault)) or attempt == self.retries:
                     raise error from broken
 
 

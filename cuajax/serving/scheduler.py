@@ -108,7 +108,7 @@ class Scheduler:
         """Queues requests; each ends by exactly one Completion or PolicyError through its sink."""
         now = time.perf_counter()
         with self._wake:
-            room = self.max_queue - len(self._waiting) if self.live else 0
+            room = max(0, self.max_queue + len(self._free) - len(self._waiting)) if self.live else 0
             taken = requests[:room] if room < len(requests) else requests
             for request in taken:
                 request.submitted = now

@@ -1,7 +1,7 @@
 """A scheduler on one gRPC port: JetStream's `Orchestrator` for any JetStream client, `cuajax.Policy` for ours.
 
 `cuajax.Policy` carries msgpack bodies through generic handlers: Generate (a list of prompts in, replies streamed as
-they end), Cancel, SetWeights (streamed leaves) and Info.
+they end), Cancel, OfferWeights and SetWeights (streamed leaves) and Info.
 """
 
 from __future__ import annotations
@@ -90,6 +90,7 @@ class _Policy:
             {
                 "Generate": grpc.unary_stream_rpc_method_handler(self.generate),
                 "Cancel": grpc.unary_unary_rpc_method_handler(self.cancel),
+                "OfferWeights": grpc.unary_unary_rpc_method_handler(self.offer_weights),
                 "SetWeights": grpc.stream_unary_rpc_method_handler(self.set_weights),
                 "Info": grpc.unary_unary_rpc_method_handler(self.info),
             },
@@ -146,15 +147,28 @@ class _Policy:
             await abort(context, error)
         return b""
 
-    async def _receive(self, messages: AsyncIterator[bytes]) -> tuple[WeightsHeader, Any]:
-        """Leaves against the served tree: nothing is allocated for a tree that does not fit."""
-        stream = aiter(messages)
-        header = wire.decode(await anext(stream, b""), WeightsHeader)
+    async def offer_weights(self, body: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        try:
+            self._refuse(body)
+        except wire.WireError as error:
+            await abort(context, InvalidRequest(str(error)))
+        except PolicyError as error:
+            await abort(context, error)
+        return b""
+
+    def _refuse(self, body: bytes) -> tuple[WeightsHeader, weights.Declared]:
+        """The header and the leaves it announces. Raises PolicyError or WireError when they cannot be served."""
+        header = wire.decode(body, WeightsHeader)
         self._scheduler.refuse_update(header.version, header.mode)
-        wanted = weights.declared(self._scheduler.template)
         given = {name: (dtype, tuple(shape)) for name, dtype, shape in header.leaves}
-        weights.check_declared(given, wanted)
-        sizes = {name: weights.size_bytes(*wanted[name]) for name in given}
+        weights.check_declared(given, weights.declared(self._scheduler.template))
+        return header, given
+
+    async def _receive(self, messages: AsyncIterator[bytes]) -> tuple[WeightsHeader, Any]:
+        """Leaves in the served tree's structure: nothing is allocated for a tree that does not fit."""
+        stream = aiter(messages)
+        header, wanted = self._refuse(await anext(stream, b""))
+        sizes = {name: weights.size_bytes(*wanted[name]) for name in wanted}
         data, at = bytearray(sum(sizes.values())), 0
         async for chunk in stream:
             if at + len(chunk) > len(data):

@@ -1,5 +1,6 @@
 """The loss half: per-token goldens, gradients, masks, and metrics that add up over microbatches."""
 
+import functools
 import math
 
 import jax
@@ -12,6 +13,19 @@ from cuajax.algorithms import surrogate
 from cuajax.types import PackedBatch
 
 LN2, LN3 = math.log(2), math.log(3)
+
+
+@functools.cache
+def jitted(**hyper):
+    return jax.jit(functools.partial(surrogate.policy_loss, **hyper))
+
+
+def policy_loss(*arguments, **hyper):
+    """surrogate.policy_loss, compiled once a set of hyper-parameters and shapes: op by op is slow."""
+    return jitted(**hyper)(*arguments)
+
+
+sft_loss = jax.jit(surrogate.sft_loss, static_argnames="entropy_coef")
 
 
 def batch(behaviour, advantage, weight, *, prox=None, ref=None):
@@ -98,10 +112,10 @@ def test_policy_loss_golden():
     made = batch([[-1, -2, 7]], [[2, 1, 9]], [[0.5, 0.25, 0]], ref=[[-1 + LN2, -2 + LN2, 3]])
     logp = jnp.array([[-1, -2 + LN2, -5]])
     entropy = jnp.array([[0.4, 0.8, 2.0]])
-    loss, metrics = surrogate.policy_loss(logp, entropy, made)
+    loss, metrics = policy_loss(logp, entropy, made)
     assert float(loss) == pytest.approx(0.5 * -2 + 0.25 * -1.28, rel=1e-5)
     # d = ln 2 and 0: k3 = 1 - ln 2 and 0. w * (beta k3 - c H) on top.
-    loss, metrics = surrogate.policy_loss(logp, entropy, made, kl_beta=0.1, entropy_coef=0.01)
+    loss, metrics = policy_loss(logp, entropy, made, kl_beta=0.1, entropy_coef=0.01)
     extra = 0.5 * (0.1 * (1 - LN2) - 0.004) + 0.25 * (0 - 0.008)
     assert float(loss) == pytest.approx(-1.32 + extra, rel=1e-5)
     got = surrogate.summary(metrics)
@@ -118,7 +132,7 @@ def test_clip_fractions_by_side():
     # rho 2, .5, 2, .5 with A +, -, -, +: only the first two are cut off.
     logs = [[LN2, -LN2, LN2, -LN2]]
     made = batch([[0, 0, 0, 0]], [[1, -1, -1, 1]], [[1, 1, 1, 1]])
-    got = surrogate.summary(surrogate.policy_loss(jnp.array(logs), jnp.zeros((1, 4)), made)[1])
+    got = surrogate.summary(policy_loss(jnp.array(logs), jnp.zeros((1, 4)), made)[1])
     assert (got["clip_high"], got["clip_low"]) == (0.25, 0.25)
 
 
@@ -126,7 +140,7 @@ def test_ratio_one_is_the_plain_policy_gradient():
     logp, entropy, made = random_batch()
     made = made._replace(behaviour_logp=logp)
     for hyper in ({}, {"dual_clip": 3.0}):
-        grad = jax.grad(lambda x, h=hyper: surrogate.policy_loss(x, entropy, made, **h)[0])(logp)
+        grad = jax.grad(lambda x, h=hyper: policy_loss(x, entropy, made, **h)[0])(logp)
         np.testing.assert_allclose(grad, -made.weight * made.advantage, rtol=1e-6)
 
 
@@ -134,17 +148,17 @@ def test_decoupled_golden():
     # prox/behaviour = 1.5, policy/prox = 1.2: -A * 1.2 * 1.5; prox/behaviour = 3 is cut to C = 2.
     made = batch([[-2, -2]], [[1, 1]], [[1, 1]], prox=[[-2 + math.log(1.5), -2 + LN3]])
     logp = made.prox_logp + math.log(1.2)
-    loss, _ = surrogate.policy_loss(logp, jnp.zeros((1, 2)), made, correction="decoupled")
+    loss, _ = policy_loss(logp, jnp.zeros((1, 2)), made, correction="decoupled")
     assert float(loss) == pytest.approx(-1.2 * 1.5 - 1.2 * 2, rel=1e-5)
-    loss, _ = surrogate.policy_loss(logp, jnp.zeros((1, 2)), made, correction="decoupled", truncate=5)
+    loss, _ = policy_loss(logp, jnp.zeros((1, 2)), made, correction="decoupled", truncate=5)
     assert float(loss) == pytest.approx(-1.2 * 1.5 - 1.2 * 3, rel=1e-5)
 
 
 def test_decoupled_is_none_when_prox_is_behaviour():
     logp, entropy, made = random_batch()
     made = made._replace(prox_logp=made.behaviour_logp)
-    plain = jax.value_and_grad(lambda x: surrogate.policy_loss(x, entropy, made)[0])(logp)
-    other = jax.value_and_grad(lambda x: surrogate.policy_loss(x, entropy, made, correction="decoupled")[0])(logp)
+    plain = jax.value_and_grad(lambda x: policy_loss(x, entropy, made)[0])(logp)
+    other = jax.value_and_grad(lambda x: policy_loss(x, entropy, made, correction="decoupled")[0])(logp)
     np.testing.assert_allclose(plain[0], other[0], rtol=1e-6)
     np.testing.assert_allclose(plain[1], other[1], rtol=1e-6)
 
@@ -159,7 +173,7 @@ def test_gradients_match_finite_differences(hyper):
     edges = jnp.array([0.8, 1.28])
     distance = jnp.abs(jnp.exp(logp - anchor)[..., None] - edges).min()
     assert distance > 5e-3  # no kink within the finite difference
-    f = lambda x, h: surrogate.policy_loss(x, h, made, **hyper)[0]  # noqa: E731
+    f = lambda x, h: policy_loss(x, h, made, **hyper)[0]  # noqa: E731
     check_grads(f, (logp, entropy), order=1, modes=["rev"], atol=1e-2, rtol=1e-2, eps=1e-3)
 
 
@@ -172,7 +186,7 @@ def test_masked_tokens_reach_neither_loss_nor_gradient(poison):
     names = ("behaviour_logp", "advantage", "prox_logp", "ref_logp")
     dirty = clean._replace(**{n: dirt(getattr(made, n)) for n in names})
     hyper = {"correction": "decoupled", "kl_beta": 0.1, "entropy_coef": 0.1}
-    for loss in (lambda x, h, b: surrogate.policy_loss(x, h, b, **hyper), surrogate.sft_loss):
+    for loss in (lambda x, h, b: policy_loss(x, h, b, **hyper), sft_loss):
         grad = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
         want, got = grad(logp, entropy, clean), grad(dirt(logp), dirt(entropy), dirty)
         for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
@@ -182,9 +196,9 @@ def test_masked_tokens_reach_neither_loss_nor_gradient(poison):
 
 def test_loss_and_metrics_add_up_over_microbatches():
     logp, entropy, made = random_batch(shape=(4, 6))
-    whole = surrogate.policy_loss(logp, entropy, made, kl_beta=0.1)
+    whole = policy_loss(logp, entropy, made, kl_beta=0.1)
     parts = [
-        surrogate.policy_loss(logp[i : i + 1], entropy[i : i + 1], jax.tree.map(lambda x, i=i: x[i : i + 1], made),
+        policy_loss(logp[i : i + 1], entropy[i : i + 1], jax.tree.map(lambda x, i=i: x[i : i + 1], made),
                               kl_beta=0.1)
         for i in range(4)
     ]  # fmt: skip
@@ -197,7 +211,7 @@ def test_loss_and_metrics_add_up_over_microbatches():
 
 def test_sft_golden():
     made = batch([[0, 0]], [[0, 0]], [[0.5, 0.25]])
-    loss, metrics = surrogate.sft_loss(jnp.array([[-1.0, -2.0]]), jnp.array([[1.0, 2.0]]), made, entropy_coef=0.1)
+    loss, metrics = sft_loss(jnp.array([[-1.0, -2.0]]), jnp.array([[1.0, 2.0]]), made, entropy_coef=0.1)
     assert float(loss) == pytest.approx(0.5 * (1 - 0.1) + 0.25 * (2 - 0.2), rel=1e-6)
     assert surrogate.summary(metrics)["nll"] == pytest.approx(1.5)
 
@@ -206,7 +220,7 @@ def test_policy_gradient_with_unit_advantage_at_ratio_one_is_sft():
     # What makes filtered behaviour cloning comparable with the policy losses: sft credit hands out A = 1.
     logp, entropy, made = random_batch()
     made = made._replace(advantage=jnp.ones_like(logp), behaviour_logp=logp)
-    grads = [jax.grad(lambda x, f=f: f(x, entropy, made)[0])(logp) for f in (surrogate.policy_loss, surrogate.sft_loss)]
+    grads = [jax.grad(lambda x, f=f: f(x, entropy, made)[0])(logp) for f in (policy_loss, sft_loss)]
     np.testing.assert_allclose(*grads, rtol=1e-6)
 
 
@@ -215,7 +229,7 @@ def test_policy_gradient_with_unit_advantage_at_ratio_one_is_sft():
 def test_histogram_quantiles_are_within_a_bin(scale):
     ratio = np.random.default_rng(0).normal(0, scale, (40, 100)).astype(np.float32)
     made = batch(np.zeros_like(ratio), np.ones_like(ratio), np.ones_like(ratio))
-    _, metrics = surrogate.policy_loss(jnp.asarray(ratio), jnp.zeros(ratio.shape), made)
+    _, metrics = policy_loss(jnp.asarray(ratio), jnp.zeros(ratio.shape), made)
     assert int(metrics["sums"]["log_ratio"].sum()) == ratio.size
     got = surrogate.histogram_quantiles(metrics["sums"]["log_ratio"], (0.01, 0.5, 0.99))
     want = np.quantile(ratio, [0.01, 0.5, 0.99])
@@ -225,11 +239,11 @@ def test_histogram_quantiles_are_within_a_bin(scale):
 
 def test_histogram_keeps_what_is_clipped_and_an_empty_one_is_zero():
     made = batch([[-1e3, 1e3, 0.0]], [[1, 1, 1]], [[1, 1, 1]])
-    _, metrics = surrogate.policy_loss(jnp.zeros((1, 3)), jnp.zeros((1, 3)), made)
+    _, metrics = policy_loss(jnp.zeros((1, 3)), jnp.zeros((1, 3)), made)
     counts = np.asarray(metrics["sums"]["log_ratio"])
     assert (counts[0], counts[-1], counts.sum()) == (1, 1, 3)
     assert (surrogate.histogram_quantiles(np.zeros_like(counts), (0.5,)) == 0).all()
-    _, metrics = surrogate.policy_loss(jnp.zeros((1, 3)), jnp.zeros((1, 3)), made._replace(weight=jnp.zeros((1, 3))))
+    _, metrics = policy_loss(jnp.zeros((1, 3)), jnp.zeros((1, 3)), made._replace(weight=jnp.zeros((1, 3))))
     assert all(np.isfinite(v) for v in surrogate.summary(metrics).values())
 
 

@@ -59,7 +59,7 @@ def batches(draw):
 def unpack(batch, one: PackSpec):
     """What each loss token sees, read off the visibility rule: {(path, target): list of (row, floats)}."""
     flat = [a.reshape(a.shape[0] * a.shape[1], *a.shape[2:]) for a in batch[:-1]]
-    tokens, at, end, index, targets, parent, logp, adv, weight, _, _, support = flat
+    tokens, at, end, index, targets, parent, logp, adv, weight, *_ = flat
     bank = one.patches_per_image // SPEC.merge**2
     patches = np.asarray(batch.vision.patches).reshape(len(tokens), -1, *batch.vision.patches.shape[-2:])
     segments = np.asarray(batch.vision.segments).reshape(len(tokens), -1, one.patches_per_image)

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import random
 import threading
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +20,7 @@ DIALECT = CompactDialect(TOKENIZER)
 HARNESS = Harness(DIALECT, ImageSpec())
 
 
-def completion(ids, *, version=0, finish="stop"):
+def completion(ids, *, version=0, finish: Any = "stop"):
     n = len(ids)
     return Completion(np.array(ids, np.int32), np.full(n, -0.5, np.float32), np.full(n, version, np.int32), finish)
 
@@ -34,7 +35,7 @@ class Scripted:
     def __init__(self, *answers):
         self.answers, self.calls = answers, []
 
-    async def generate(self, prompt, sampling):
+    async def generate(self, prompt, sampling) -> Any:
         self.calls.append((prompt, sampling))
         answer = self.answers[min(len(self.calls), len(self.answers)) - 1]
         if callable(answer):
@@ -56,13 +57,13 @@ class Knowing:
         self.name, self.families = self.suite.name, self.suite.families
         self.task = self.suite.task
 
-    async def evaluate(self, task, env, last):
+    async def evaluate(self, task, env: Any, last):
         return await self.suite.evaluate(task, env.env, last)
 
-    async def provision(self):
+    async def provision(self) -> Any:
         return _Noting(await self.suite.provision(), self)
 
-    async def generate(self, prompt, sampling):
+    async def generate(self, prompt, sampling) -> Any:
         self.asked += 1
         await asyncio.sleep(self.delay)
         if self.random.random() < self.wrong:
@@ -100,11 +101,11 @@ class Faulty:
         self.task = suite.task
         self.closed = self.opened = 0
 
-    async def provision(self):
+    async def provision(self) -> Any:
         self.opened += 1
         return _FaultyEnv(await self.suite.provision(), self)
 
-    async def evaluate(self, task, env, last):
+    async def evaluate(self, task, env: Any, last):
         return await self.suite.evaluate(task, env.env, last)
 
     async def strike(self):

@@ -1,4 +1,5 @@
 import asyncio
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from cuajax.types import Action, Outcome
 from tests.rollout.scripted import DIALECT, HARNESS, Faulty, Knowing, Scripted, completion, say
 
 NAME = Name("g/0.0", "g", 0)
+ANY: Any = lambda value: value  # noqa: E731 (what no type checker would let through)
 
 
 def run(suite, client, task, *, limits=None, harness=HARNESS, record=None):
@@ -24,6 +26,10 @@ def run(suite, client, task, *, limits=None, harness=HARNESS, record=None):
     return asyncio.run(main())
 
 
+def kind(step):
+    return step.calls[0].action.kind
+
+
 @pytest.mark.parametrize("family", ["check2", "type", "form", "infeasible", "slider", "put"])
 def test_the_oracle_succeeds_through_the_whole_path(family):
     sim = Knowing()
@@ -31,7 +37,7 @@ def test_the_oracle_succeeds_through_the_whole_path(family):
     trajectory, images = run(sim, sim, task)
     assert trajectory.outcome == Outcome("success", 1.0, trajectory.outcome.reason)
     assert (trajectory.id, trajectory.group_id, trajectory.slot, trajectory.task_id) == (*NAME, task.id)
-    assert trajectory.steps[-1].calls[0].action.kind == "terminate"
+    assert kind(trajectory.steps[-1]) == "terminate"
     assert len(trajectory.steps) == sim.suite.oracle_length(task) + 1
     for i, step in enumerate(trajectory.steps):
         assert step.index == i and step.parse_error is None
@@ -59,7 +65,7 @@ def test_a_parse_error_is_a_step_and_the_attempt_goes_on():
         sim, Scripted(say("a", "b"), completion([], finish="length"), say("<done>")), sim.task("check1", 1)
     )
     first, second, third = trajectory.steps
-    assert "no verb" in first.parse_error and first.calls == () and "empty" in second.parse_error
+    assert "no verb" in str(first.parse_error) and first.calls == () and "empty" in str(second.parse_error)
     assert first.screen_hash == second.screen_hash == third.screen_hash
     assert trajectory.outcome.status == "failure"
 
@@ -75,7 +81,7 @@ def test_success_needs_no_terminate():
     task = sim.task("press1", 2)
     sim = Knowing(budget=sim.suite.oracle_length(task))
     trajectory, _ = run(sim, sim, sim.task("press1", 2))
-    assert trajectory.outcome.reward == 1.0 and trajectory.steps[-1].calls[0].action.kind != "terminate"
+    assert trajectory.outcome.reward == 1.0 and kind(trajectory.steps[-1]) != "terminate"
 
 
 @pytest.mark.parametrize(
@@ -118,8 +124,8 @@ def test_logprobs_that_are_not_finite_are_refused():
     [
         (Outcome("success", float("nan")), "reward nan"),
         (Outcome("success", 1.5), "reward 1.5"),
-        (Outcome("success", "1"), "reward '1'"),
-        (Outcome("won", 1.0), "status 'won'"),
+        (Outcome("success", ANY("1")), "reward '1'"),
+        (Outcome(ANY("won"), 1.0), "status 'won'"),
         (1.0, "returned float"),
         (KeyError("file"), "KeyError"),
         ("hang", "evaluate"),
@@ -135,7 +141,7 @@ def test_a_validator_that_misbehaves_is_invalid(verdict, reason):
             raise verdict
         return verdict
 
-    sim.evaluate = evaluate
+    sim.evaluate = evaluate  # type: ignore[method-assign]
     trajectory, _ = run(sim, Scripted(say("<done>")), sim.task("check1", 1), limits=Limits(evaluate=0.05))
     assert trajectory.outcome.status == "invalid" and reason in trajectory.outcome.reason
     assert trajectory.outcome.reward == 0.0
@@ -188,4 +194,4 @@ def test_an_action_of_no_kind_the_attempt_knows():
     trajectory, _ = run(
         sim, Scripted(lambda p: completion(DIALECT.format(Action("move", x=0.5, y=0.5)))), sim.task("tab", 1)
     )
-    assert all(step.calls[0].action.kind == "move" for step in trajectory.steps)
+    assert all(kind(step) == "move" for step in trajectory.steps)

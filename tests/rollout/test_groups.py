@@ -1,4 +1,5 @@
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +11,7 @@ from cuajax.types import Outcome, Task, Trajectory
 TASK = Task("sim/check1/1", "sim", "check1", "check red")
 
 
-def attempt(slot, *, tried=0, status="success", group="g"):
+def attempt(slot, *, tried=0, status: Any = "success", group="g"):
     return Trajectory(f"{group}/{slot}.{tried}", TASK.id, group, slot, (), Outcome(status))
 
 
@@ -21,7 +22,11 @@ def test_full_group_closes_in_slot_order():
         group = added.open
         assert added.verdict == "waiting" and added.group is None
     added = add(group, attempt(1, status="failure"))
-    assert added.verdict == "closed" and [t.slot for t in added.group.trajectories] == [0, 1, 2]
+    assert (
+        added.verdict == "closed"
+        and added.group is not None
+        and [t.slot for t in added.group.trajectories] == [0, 1, 2]
+    )
     assert added.group.task is TASK and added.group.id == "g"
 
 
@@ -40,7 +45,12 @@ def test_invalid_is_requeued_to_the_limit_then_closes_short():
         verdicts.append(added.verdict)
     assert verdicts == ["requeue", "requeue", "waiting"]
     added = add(group, attempt(1, status="invalid"))
-    assert added.verdict == "closed" and len(added.group.trajectories) == 2 and added.group.valid == ()
+    assert (
+        added.verdict == "closed"
+        and added.group is not None
+        and len(added.group.trajectories) == 2
+        and added.group.valid == ()
+    )
     assert add(added.open, attempt(0, tried=0, status="invalid")).verdict == "duplicate"
 
 

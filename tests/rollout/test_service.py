@@ -1,8 +1,12 @@
+import contextlib
+import dataclasses
 import threading
 import time
 
 import pytest
 
+from cuajax.data.journal import Attempt, Journal
+from cuajax.data.store import Store
 from cuajax.rollout.episode import Limits
 from cuajax.rollout.service import NoValidAttempts, Plan, RolloutService
 from cuajax.sandbox.env import SandboxLost
@@ -11,7 +15,7 @@ from cuajax.tasks.curriculum import TRAIN_SEEDS, Curriculum, fold, initial
 from tests.rollout.scripted import HARNESS, Faulty, Knowing, Memory, Scripted, say
 
 CURRICULUM = Curriculum(("press1", "check1", "infeasible"), infeasible=("infeasible",), infeasible_share=0.25)
-PLAN = Plan(group_size=3, groups_per_update=2, max_lag=1, reuse_envs=True, poll_seconds=0.002)
+PLAN = Plan(group_size=3, groups_per_update=2, max_lag=1, journal=False, reuse_envs=True, poll_seconds=0.002)
 
 
 def service(suite, client, store, plan=PLAN, **options):
@@ -55,7 +59,7 @@ def test_groups_are_complete_and_their_images_are_there():
         assert delta["passed"] == sum(t.outcome.status == "success" for t in group.trajectories)
         assert group.task.id == f"sim/{delta['family']}/{delta['seed']}" and delta["seed"] < TRAIN_SEEDS[1]
         assert all(h in store.images for t in group.trajectories for s in t.steps for h in s.image_hashes)
-    families = [g.task.family for g in sorted(store.groups, key=lambda g: int(g.id.split(".")[1]))]
+    families = [g.task.family for g in sorted(store.groups, key=lambda g: int(g.id.split(".")[1].split("-")[0]))]
     assert families[3::4] == ["infeasible"] * len(families[3::4])
     state = initial()
     for delta in store.all_deltas:
@@ -75,7 +79,7 @@ def test_slow_commits_are_shared():
         time.sleep(0.03)
         return inner(*args)
 
-    store.append = append
+    store.append = append  # type: ignore[method-assign]
     rollout = service(sim, sim, store, consumed=lambda: store.head())
     rollout.start()
     until(lambda: store.head() >= 12)
@@ -99,7 +103,14 @@ def test_invalid_attempts_are_requeued():
 def test_a_hanging_slot_closes_its_group_short():
     sim, store = Knowing(), Memory()
     suite = Faulty(sim, lambda n: "hang" if n % 5 == 0 else None)
-    plan = Plan(group_size=3, groups_per_update=2, max_lag=1, retries=0, limits=Limits(prepare=0.05, execute=0.05))
+    plan = Plan(
+        journal=False,
+        group_size=3,
+        groups_per_update=2,
+        max_lag=1,
+        retries=0,
+        limits=Limits(prepare=0.05, execute=0.05),
+    )
     rollout = service(suite, sim, store, plan, consumed=lambda: store.head())
     rollout.start()
     until(lambda: store.head() >= 6)
@@ -110,7 +121,7 @@ def test_a_hanging_slot_closes_its_group_short():
 
 def test_a_fault_that_does_not_pass_stops_the_service_by_name():
     store = Memory()
-    plan = Plan(group_size=2, groups_per_update=2, retries=0, dead_groups=3)
+    plan = Plan(journal=False, group_size=2, groups_per_update=2, retries=0, dead_groups=3)
     rollout = service(Knowing(), Scripted(Unavailable("nobody listens")), store, plan, consumed=lambda: store.head())
     rollout.start()
     until(lambda: rollout._host.done)
@@ -175,7 +186,7 @@ def test_pacing_by_the_learners_record():
 def test_the_watchdog_names_the_stage_that_stalls(at, stage):
     sim, store, stalls = Knowing(), Memory(), []
     suite = Faulty(sim, lambda n: "hang" if n >= 12 * at else None)
-    plan = Plan(group_size=3, groups_per_update=2, max_lag=1, stall_seconds=0.05, reuse_envs=True)
+    plan = Plan(journal=False, group_size=3, groups_per_update=2, max_lag=1, stall_seconds=0.05, reuse_envs=True)
     rollout = service(suite, sim, store, plan, consumed=lambda: 0, on_stall=stalls.append)
     rollout.start()
     until(lambda: len(stalls) >= 3)
@@ -192,7 +203,7 @@ def test_the_watchdog_names_a_blocked_event_loop():
         release.wait(5.0)
         return say("<done>")
 
-    plan = Plan(group_size=3, groups_per_update=2, max_lag=1, stall_seconds=0.05)
+    plan = Plan(journal=False, group_size=3, groups_per_update=2, max_lag=1, stall_seconds=0.05)
     rollout = service(sim, Scripted(block), store, plan, consumed=lambda: 0, on_stall=stalls.append)
     rollout.start()
     until(lambda: stalls)
@@ -201,7 +212,49 @@ def test_the_watchdog_names_a_blocked_event_loop():
     assert stalls[0].stage == "event loop" and "in block" in stalls[0].stack
 
 
+def test_what_a_start_lost_the_next_one_takes_up(tmp_path):
+    plan = dataclasses.replace(PLAN, journal=True)
+    with contextlib.closing(Store.open(tmp_path, create=True)) as store:
+        sim = Knowing(delay=0.05)
+        rollout = service(sim, sim, store, plan, consumed=store.head)
+        rollout.start()
+        until(lambda: store.head() >= 4 and rollout._open)
+        other = Attempt("b0.7-1/0.0", "b0.7-1", 0, sim.task("press1", 1))
+        Journal(store).claim([other])  # of an actor that may be alive
+        rollout.stop(drain=False)
+        lost = {a.group_id: a.task for a in Journal(store).pending() if a.group_id != other.group_id}
+        assert 1 <= len(lost) <= 4 and rollout._open.keys() == lost.keys()
+
+    with contextlib.closing(Store.open(tmp_path)) as store:
+        done = store.head()
+        sim = Knowing()
+        rollout = service(sim, sim, store, plan, consumed=lambda: done)
+        rollout.start()
+        until(lambda: store.head() == done + 4)
+        rollout.stop()
+        again = [store.read(seq) for seq in range(done, store.head())]
+        assert {g.id: g.task for g in again if g.id in lost} == lost
+        for seq, group in enumerate(again, done):
+            delta = store.deltas(seq)
+            assert group.task.id == f"sim/{delta['family']}/{delta['seed']}" and len(group.valid) == 3
+            store.load_images({h for t in group.trajectories for s in t.steps for h in s.image_hashes})
+        assert [a.id for a in Journal(store).pending()] == [other.id]
+        state = initial()
+        for delta in store.deltas_from(0, store.head()):
+            state = fold(state, delta, CURRICULUM)
+        assert store.get("curriculum") == {"seq": store.head(), "state": state}
+
+
+def test_a_journal_needs_a_store():
+    rollout = service(Knowing(), Knowing(), Memory(), Plan())
+    rollout.start()
+    with pytest.raises(TypeError, match="not a Memory"):
+        rollout.stop()
+
+
 def test_plan_is_checked():
+    with pytest.raises(ValueError, match="actor 'a1' must not end in a digit"):
+        Plan(actor="a1")
     with pytest.raises(ValueError, match="group_size is 1, must be at least 2"):
         Plan(group_size=1)
     assert Plan(groups_per_update=16, max_lag=2).ahead == 48

@@ -74,7 +74,7 @@ def near_misses(desktop: Desktop, goal: Goal) -> list[Goal]:
     clauses = list(goal.clauses)
     wrong: list[tuple[list, bool]] = []
     for k, clause in enumerate(clauses):
-        spots = [(1, ("cat", clause[1][:2], ""))] if clause[0] == "type" else [(1, COLOURS)]
+        spots: list[tuple[int, tuple[str, ...]]] = [(1, ("cat", clause[1][:2], "") if clause[0] == "type" else COLOURS)]
         if len(clause) == 3:
             spots.append((2, LEVELS if clause[0] == "slide" else COLOURS))
         for spot, choices in spots:
@@ -90,12 +90,9 @@ def near_misses(desktop: Desktop, goal: Goal) -> list[Goal]:
         wrong.append((clauses[::-1], goal.submit))
     found = []
     for slips, submit in wrong:
-        moved = [clause[1] for clause in slips if clause[0] == "put"]
-        if len(moved) > len(set(moved)):
-            continue  # one icon cannot go into two bins
         try:
             found.append(resolve(desktop, slips, submit=submit))
-        except ValueError:  # names what is not there: no way to do that
+        except ValueError:  # names what is not there, or contradicts itself: no way to do that
             continue
     return found
 
@@ -159,11 +156,14 @@ def test_each_oracle_step_is_worth_one_from_any_state(name: str) -> None:
     assert dead < 60
 
 
+_SEARCHED_DEEPER = ("check1", "radio", "drop", "type", "close", "tab", "close+check1")
+
+
 @pytest.mark.parametrize("name", [*(n for n in FAMILIES if n != "form"), *COMPOSED])
 def test_remaining_is_what_a_blind_search_finds(name: str) -> None:
     """No shorter way exists, and where `remaining` is infinite none is found."""
     rng = random.Random(name)
-    for seed in range(6):
+    for seed in range(10):
         start = scene(name, random.Random(seed), 64, 64)
         desktop = start.desktop
         disturb(rng, desktop, family(name).parts)
@@ -173,7 +173,7 @@ def test_remaining_is_what_a_blind_search_finds(name: str) -> None:
         for _ in range(rng.randrange(3)):
             apply(desktop, random_action(rng))
         left = remaining(desktop, goal)
-        limit = min(left - 1, 2 if name in ("check1", "radio", "drop", "close", "menu+delete", "close+check1") else 1)
+        limit = min(left - 1, 4 if name in _SEARCHED_DEEPER else 3)
         found = reachable_within(desktop, goal, int(limit))
         assert found is None or found == left - 1, (goal.instruction, found, left)
         if left - 1 <= limit:

@@ -1,4 +1,5 @@
 import collections
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -114,7 +115,7 @@ def test_sampling_repeats_from_state_and_rng():
 
 def test_delta_counts_invalid_apart():
     task = Task("sim/a/7", "sim", "a", "x")
-    outcomes = ["success", "failure", "invalid", "success"]
+    outcomes: list[Any] = ["success", "failure", "invalid", "success"]
     group = Group("g", task, tuple(Trajectory(str(i), task.id, "g", i, (), Outcome(o)) for i, o in enumerate(outcomes)))
     assert delta(group, "a", 7) == {"family": "a", "seed": 7, "passed": 2, "valid": 3, "invalid": 1}
 

@@ -66,7 +66,8 @@ def test_every_parameter_of_the_policy_has_a_rule():
     lines = sharding.plan(abstract_mesh(2, 2, 2), policy.abstract(cfg), policy.logical_axes(cfg))
     assert lines[-1].endswith("a device on data 2 x fsdp 2 x tensor 2")
     assert any("embed over fsdp, ffn over tensor" in line for line in lines)
-    total = sum(a.size * 4 for a in jax.tree.leaves(policy.abstract(cfg))) / 2**20
+    total = sum(a.size * 4 for a in jax.tree.leaves(policy.abstract(cfg))) / 2**10
+    assert lines[-1].split()[2] == "KiB"
     assert float(lines[-1].split()[1]) < 0.4 * total  # of four ways; norms and the like stay whole
 
 

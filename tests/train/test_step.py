@@ -15,9 +15,11 @@ from tests.train import toys
 LOSS = functools.partial(surrogate.policy_loss, kl_beta=0.01, entropy_coef=0.01)
 
 
-def build(name="adamw", loss=LOSS, **more):
+@functools.cache
+def build(name="adamw", loss=LOSS):
+    """(train step, a function that makes its first state), compiled once."""
     tx = optimizer.make_optimizer(1e-2, name=name, axes=toys.AXES, weight_decay=0.01)
-    return step.make_train_step(toys.logprobs, loss, tx, **more), state.create(toys.params(), tx)
+    return step.make_train_step(toys.logprobs, loss, tx), lambda: state.create(toys.params(), tx)
 
 
 def host(tree):
@@ -36,7 +38,7 @@ def test_one_step_is_the_optimizer_on_the_plain_gradient():
     train = step.make_train_step(toys.logprobs, LOSS, tx)
     batch = toys.microbatches(count=4)
     flat = jax.tree.map(lambda x: x[0], toys.regroup(batch, 1))
-    loss, grads = jax.value_and_grad(lambda p: LOSS(*toys.logprobs(p, flat), flat)[0])(toys.params())
+    loss, grads = jax.jit(jax.value_and_grad(lambda p: LOSS(*toys.logprobs(p, flat), flat)[0]))(toys.params())
     got, metrics = train(state.create(toys.params(), tx), batch)
     for x, p, g in zip(*map(jax.tree.leaves, (got.params, toys.params(), grads)), strict=True):
         np.testing.assert_allclose(x, p - 0.1 * g, rtol=1e-5, atol=1e-6)
@@ -46,22 +48,21 @@ def test_one_step_is_the_optimizer_on_the_plain_gradient():
     assert (int(got.step), int(got.skipped)) == (1, 0)
 
 
-@pytest.mark.parametrize("count", [1, 2, 8])
-def test_the_number_of_microbatches_changes_nothing(count):
-    batch = toys.microbatches(count=1, rows=8)
-    train, initial = build()
-    want, expected = train(initial, batch)
-    train, initial = build()
-    got, metrics = train(initial, toys.regroup(batch, count))
-    for x, y in zip(jax.tree.leaves(want.params), jax.tree.leaves(got.params), strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6)
-    assert surrogate.summary(metrics) == pytest.approx(surrogate.summary(expected), rel=1e-4)
+def test_the_number_of_microbatches_changes_nothing():
+    batch, (train, first) = toys.microbatches(count=1, rows=8), build()
+    want, expected = train(first(), batch)
+    for count in (2, 8):
+        got, metrics = train(first(), toys.regroup(batch, count))
+        for x, y in zip(jax.tree.leaves(want.params), jax.tree.leaves(got.params), strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6)
+        assert surrogate.summary(metrics) == pytest.approx(surrogate.summary(expected), rel=1e-4)
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_non_finite_update_changes_nothing_bit_for_bit(name, count):
-    train, current = build(name)
+    train, first = build(name)
+    current = first()
     batch = toys.microbatches(count=count)
     current, _ = train(current, batch)
     before = host(current)
@@ -82,7 +83,8 @@ def test_a_finite_loss_with_a_non_finite_gradient_is_skipped():
         total, metrics = surrogate.sft_loss(logp, entropy, batch)
         return total + jnp.sqrt(jnp.sum(logp) * 0), metrics  # value 0, slope 0 * inf
 
-    train, current = build(loss=loss)
+    train, first = build(loss=loss)
+    current = first()
     before = host(current)
     current, metrics = train(current, toys.microbatches())
     assert np.isfinite(metrics["loss"])
@@ -92,12 +94,13 @@ def test_a_finite_loss_with_a_non_finite_gradient_is_skipped():
 
 
 def test_the_state_is_donated_and_nothing_recompiles():
-    train, current = build()
-    old = jax.tree.leaves(current)
+    train, first = build()
+    current, _ = train(first(), toys.microbatches(count=2, seed=9))
+    old, compiled = jax.tree.leaves(current), train._cache_size()
     for seed in range(3):
         current, _ = train(current, toys.microbatches(count=2, seed=seed))
     assert all(x.is_deleted() for x in old)
-    assert train._cache_size() == 1
+    assert train._cache_size() == compiled
 
 
 def test_bfloat16_computes_and_float32_keeps():
@@ -145,12 +148,12 @@ def test_decoupled_through_scoring_equals_none_at_lag_zero():
     batch = batch._replace(prox_logp=prox, behaviour_logp=prox)
     results = []
     for correction in ("none", "decoupled"):
-        train, current = build(loss=functools.partial(surrogate.policy_loss, correction=correction))
-        results.append(train(current, batch))
+        train, first = build(loss=functools.partial(surrogate.policy_loss, correction=correction))
+        results.append(train(first(), batch))
     assert_bitwise(results[0][0].params, results[1][0].params)
     assert float(results[0][1]["maxima"]["logp_gap"]) < 1e-5
 
 
 def test_state_splits_and_joins():
-    _, current = build()
+    current = build()[1]()
     assert_bitwise(state.join(*state.split(current)), current)

@@ -95,7 +95,7 @@ def _wanted(desktop: Desktop, clause: Clause, now: tuple[int, int | str]) -> tup
 def resolve(desktop: Desktop, clauses: Sequence[Clause], *, submit: bool = False, feasible: bool = True) -> Goal:
     """Fixes what clauses mean on this desktop: their targets as named, everything else as it is now.
 
-    Raises ValueError if a feasible goal names something that is not there.
+    Raises ValueError if a feasible goal names something that is not there, or sends an icon to two places.
     """
     want = [(w.on, w.value) for w in desktop.widgets]
     targets: list[int] = []
@@ -111,7 +111,9 @@ def resolve(desktop: Desktop, clauses: Sequence[Clause], *, submit: bool = False
             continue
         if kind in _EXCLUSIVE:
             want = [(0, v) if desktop.widgets[i].kind == kind else (on, v) for i, (on, v) in enumerate(want)]
-        want[index] = _wanted(desktop, clause, want[index])
+        before, want[index] = want[index], _wanted(desktop, clause, want[index])
+        if kind == "icon" and before[1] not in (desktop.widgets[index].value, want[index][1]):
+            raise ValueError(f"{' '.join(clause)!r} sends an icon to a second place")
         if clause[0] == "put":
             want[int(want[index][1])] = (1, -1)
         if kind == "button" and index not in presses:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cuajax.sandbox.sim.goals import FAIL, SUCCEED, Clause, Move, click, next_move, resolve
-from cuajax.sandbox.sim.state import DELETED, PAGE_ROWS, Desktop, dialog_button, place, visible
+from cuajax.sandbox.sim.state import DELETED, PAGE_ROWS, Desktop, dialog_button, option_rects, overlap, place, visible
 from cuajax.sandbox.sim.words import COLOURS, LEVELS, VERB_OF, typed_word
 from cuajax.types import Action
 
@@ -36,10 +36,12 @@ class Mix:
 class Asker:
     """Asks about one screen, with the verbs of its family's `parts`; `most` clauses at most."""
 
-    def __init__(self, rng: random.Random, desktop: Desktop, mix: Mix, most: int, parts: Sequence[str]):
+    def __init__(self, rng: random.Random, desktop: Desktop, *, mix: Mix, most: int, parts: Sequence[str]):
         self.rng, self.desktop, self.mix, self.most, self.parts = rng, desktop, mix, most, parts
         widgets = desktop.widgets
-        self.shown = [i for i in range(len(widgets)) if visible(desktop, i)]
+        present = [i for i in range(len(widgets)) if visible(desktop, i)]
+        over = list(option_rects(desktop, desktop.popup)) if desktop.popup >= 0 else []
+        self.shown = [i for i in present if not any(overlap(rect, place(desktop, i)) for rect in over)]
         self.readable = [i for i in self.shown if widgets[i].kind != "list"]
         # an item above the view is asked for at the end of its list only: elsewhere nobody could know to go up
         rows = sum(w.kind == "item" for w in widgets)
@@ -47,7 +49,7 @@ class Asker:
         hidden = [
             i
             for i, w in enumerate(widgets)
-            if i not in self.shown and (w.kind in ("window", "icon") or (w.kind == "item" and int(w.value) >= first))
+            if i not in present and (w.kind in ("window", "icon") or (w.kind == "item" and int(w.value) >= first))
         ]
         self.askable = [i for i in self.shown if widgets[i].kind not in ("list", "bin")] + hidden
         self.calm = not desktop.submitted and desktop.popup < 0 and not desktop.dialog
@@ -133,7 +135,9 @@ class Asker:
         if kind == "field":
             return verb, str(w.value) if w.value and random_() < 0.3 else typed_word(self.rng)
         if kind in ("drop", "menu"):
-            done = w.on or (w.value != -1 and self.desktop.popup != index and random_() < 0.4)
+            if self.desktop.popup == index:  # what shows already is not asked for while the popup is open
+                return verb, COLOURS[self.rng.choice([c for c in w.options if c != w.value])]
+            done = w.on or (w.value != -1 and random_() < 0.4)
             return verb, COLOURS[int(w.value) if done else w.options[int(random_() * 3)]]
         if kind == "slider":
             return verb, colour, LEVELS[int(random_() * 3)]

@@ -75,7 +75,7 @@ def decisions(
         desktop, parts = built.desktop, built.family.parts
         disturb(rng, desktop, parts, sparse=mix.sparse)
         shot = render(desktop, width=width, height=height, scale=scale)
-        asker = Asker(rng, desktop, mix, clauses, parts)
+        asker = Asker(rng, desktop, mix=mix, most=clauses, parts=parts)
         for _ in range(per_screen):
             words, move, tag = asker.ask()
             start, end = _fractions(desktop, move.start), _fractions(desktop, move.end)
@@ -129,7 +129,7 @@ def _shuffle_widgets(rng: random.Random, desktop: Desktop, kinds: dict[str, list
             if kind == "button" and w.on:
                 desktop.pressed.append(i)
             elif kind == "icon" and random_() < 0.15:
-                _remove_icon(rng, desktop, i, kinds.get("bin", []), parts)
+                _remove_icon(rng, desktop, i, bins=kinds.get("bin", []), parts=parts)
         elif kind == "slider":
             w.value = int(random_() * 3)
         elif kind == "field":
@@ -141,7 +141,9 @@ def _shuffle_widgets(rng: random.Random, desktop: Desktop, kinds: dict[str, list
             widgets[rng.choice(kinds[kind])].on = 1
 
 
-def _remove_icon(rng: random.Random, desktop: Desktop, index: int, bins: Sequence[int], parts: Sequence[str]) -> None:
+def _remove_icon(
+    rng: random.Random, desktop: Desktop, index: int, *, bins: Sequence[int], parts: Sequence[str]
+) -> None:
     if "delete" in parts:
         desktop.widgets[index].value = DELETED
     elif bins and "put" in parts:

@@ -34,9 +34,9 @@ def _glyph(letter: str) -> np.ndarray:
     return np.array([[int(r) >> 2 & 1, int(r) >> 1 & 1, int(r) & 1] for r in rows], bool)
 
 
-def _write(image: np.ndarray, text: str, x: int, y: int, ink: tuple[int, int, int]) -> None:
+def _write(image: np.ndarray, text: str, x: int, ink: tuple[int, int, int]) -> None:
     for k, letter in enumerate(text):
-        image[y : y + 5, x + 4 * k : x + 4 * k + 3][_glyph(letter)] = ink
+        image[2:7, x + 4 * k : x + 4 * k + 3][_glyph(letter)] = ink
 
 
 def _shade(colour: np.ndarray, factor: float) -> np.ndarray:
@@ -56,10 +56,10 @@ def sprite(kind: str, colour: int, state: int | str, backdrop: int) -> np.ndarra
 
 def _button(image: np.ndarray, ink: np.ndarray, state: int | str) -> np.ndarray:
     image[:] = ink
-    if state:  # pushed in: a thick dark rim and a white bar
-        image[[0, 1, -2, -1]] = INK
-        image[:, [0, 1, -2, -1]] = INK
-        image[4:6, 4:10] = PAPER
+    if state:  # pushed in: a dark rim and a white bar
+        image[[0, -1]] = INK
+        image[:, [0, -1]] = INK
+        image[4:6, 2:12] = PAPER
     else:
         image[0] = image[:, 0] = _shade(ink, 1.25)
         image[-1] = image[:, -1] = _shade(ink, 0.5)
@@ -81,8 +81,11 @@ def _disc(image: np.ndarray, radius: float) -> np.ndarray:
 
 
 def _radio(image: np.ndarray, ink: np.ndarray, state: int | str) -> np.ndarray:
-    image[_disc(image, 5.2)] = ink
-    image[_disc(image, 3.0)] = PAPER if state else INK
+    # a rim of its own tells it from a checkbox better than roundness does
+    image[_disc(image, 5.2)] = PAPER if state else INK
+    image[_disc(image, 4.2)] = ink
+    if state:
+        image[_disc(image, 1.6)] = PAPER
     return image
 
 
@@ -98,7 +101,7 @@ def _field(image: np.ndarray, ink: np.ndarray, state: int | str) -> np.ndarray:
     image[:] = PAPER
     image[[0, 1, -2, -1]] = rim
     image[:, [0, -1]] = rim
-    _write(image, text[:3].lower(), 1, 2, INK)
+    _write(image, text[:3].lower(), 1, INK)
     return image
 
 
@@ -122,7 +125,7 @@ def _ok(image: np.ndarray, ink: np.ndarray, state: int | str) -> np.ndarray:
     image[:] = NAVY
     image[[0, -1], 1:-1] = PAPER
     image[1:-1, [0, -1]] = PAPER
-    _write(image, "ok", 3, 2, PAPER)
+    _write(image, "ok", 3, PAPER)
     return image
 
 

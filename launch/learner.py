@@ -1,0 +1,295 @@
+"""The learner's verbs: what launch/train.py says in one line each."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import parts
+
+from cuajax.agent.harness import Harness
+from cuajax.algorithms import surrogate
+from cuajax.config import ConfigError, Settings
+from cuajax.metrics import Clock, ProgressLine, Writer
+from cuajax.models import policy
+from cuajax.models.policy import PolicyConfig
+from cuajax.train import optimizer, sharding, state, step
+from cuajax.types import PackedBatch
+
+log = logging.getLogger(__name__)
+PREEMPTED, COLLAPSED = 75, 3  # exit statuses; 75 (EX_TEMPFAIL) asks a scheduler to start the run again
+
+
+class Diverged(RuntimeError):
+    """Update after update was not finite; none of them changed the policy."""
+
+
+# ------------------------------------------------------------------------------------- policy, optimizer, mesh
+class Objective(NamedTuple):
+    """A loss over packed tokens, and which logprobs must be scored before an update."""
+
+    loss: Any
+    needs_ref: bool = False
+    needs_prox: bool = False
+
+
+def objective(config: Settings) -> Objective:
+    """The loss of `config.algo`. Raises ConfigError on a wrong hyper-parameter."""
+    given = dict(config.algo.loss)
+    if config.algo.name == "sft":
+        return Objective(functools.partial(surrogate.sft_loss, **given))
+    try:
+        hyper = surrogate.PolicyHyper(**given)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"algo.loss: {error}") from error
+    return Objective(functools.partial(surrogate.policy_loss, **given), hyper.needs_ref, hyper.needs_prox)
+
+
+def make_optimizer(settings: Mapping[str, Any], axes: Any, *, updates: int) -> Any:
+    """Schedule and optax chain from an `optimizer` section. Raises ConfigError."""
+    warm = settings["warmup_steps"]
+    try:
+        rate = optimizer.make_schedule(
+            settings["learning_rate"], schedule=settings["schedule"], warmup_steps=warm,
+            total_steps=max(updates, warm + 1), end=settings["end"],
+        )  # fmt: skip
+        return optimizer.make_optimizer(
+            rate, name=settings["name"], axes=axes, clip_norm=settings["clip_norm"],
+            weight_decay=settings["weight_decay"], betas=tuple(settings["betas"]),
+        )  # fmt: skip
+    except ValueError as error:
+        raise ConfigError(f"optimizer: {error}") from error
+
+
+@dataclass(frozen=True)
+class Learner:
+    """A policy on a mesh: builds states and steps that are placed alike."""
+
+    cfg: PolicyConfig
+    mesh: Any  # None: one device
+    logprobs: Any
+
+    @classmethod
+    def of(cls, config: Settings, cfg: PolicyConfig) -> Learner:
+        t = config.train
+        try:
+            mesh = None if t.data * t.fsdp * t.tensor == 1 else sharding.make_mesh(t.data, t.fsdp, t.tensor)
+        except ValueError as error:
+            raise ConfigError(f"train: {error}") from error
+        temperature = config.agent.temperature or 1.0
+        return cls(cfg, mesh, functools.partial(policy.token_logprobs, cfg=cfg, temperature=temperature))
+
+    @property
+    def axes(self) -> Any:
+        return policy.logical_axes(self.cfg)
+
+    def begin(self, params: Any, rule: Any) -> Any:
+        """A TrainState at step 0, on the mesh."""
+        made = state.create(params, rule)
+        return made if self.mesh is None else self._put(made)
+
+    def _put(self, made: Any) -> Any:
+        import jax
+
+        return jax.device_put(made, sharding.state_shardings(self.mesh, made, self.axes))
+
+    def _shardings(self, rule: Any) -> Any:
+        import jax
+
+        if self.mesh is None:
+            return None
+        made = jax.eval_shape(lambda: state.create(policy.init(jax.random.key(0), self.cfg), rule))
+        return sharding.state_shardings(self.mesh, made, self.axes)
+
+    def train_step(self, loss: Any, rule: Any) -> Any:
+        shardings = self._shardings(rule)
+        return step.make_train_step(self.logprobs, loss, rule, mesh=self.mesh, state_shardings=shardings)
+
+    def score_step(self, rule: Any) -> Any:
+        if self.mesh is None:
+            return step.make_score_step(self.logprobs)
+        return step.make_score_step(self.logprobs, mesh=self.mesh, params_shardings=self._shardings(rule).params)
+
+    def place(self, batch: PackedBatch) -> PackedBatch:
+        return batch if self.mesh is None else sharding.place(batch, self.mesh)
+
+
+# ------------------------------------------------------------------------------------------------ supervised
+def warm_up(
+    config: Settings, harness: Harness, params: Any, *, learner: Learner, connect: parts.Connect, publish: Any,
+    writer: Writer,
+) -> Any:  # fmt: skip
+    """Single decisions until grounding reaches the gate, then instructions of two clauses; returns the parameters."""
+    import jax
+
+    from cuajax.data.pipeline import supervised
+
+    w = config.warmup
+    rate = _WarmupRate(w)
+    rule = optimizer.make_optimizer(
+        rate, name=w.optimizer.name, axes=learner.axes, clip_norm=w.optimizer.clip_norm,
+        weight_decay=w.optimizer.weight_decay, betas=tuple(w.optimizer.betas),
+    )  # fmt: skip
+    now = learner.begin(params, rule)
+    train = learner.train_step(surrogate.sft_loss, rule)
+    held, spec = parts.grounding_set(config, harness), parts.pack_spec(harness, config, w.pack)
+    line = ProgressLine(w.steps + w.second_steps, label="warm-up", shown={"grounding": "grounding", "loss": "nll"})
+    done, reached = 0, 0.0
+    with line:
+        for phase, limit in ((1, w.steps), (2, w.second_steps)):
+            make = functools.partial(_single, config, harness, phase)
+            batches = iter(supervised(make, spec=spec, seed=config.seed, steps=limit, prefetch=2))
+            for i, (batch, _) in enumerate(batches, 1):
+                now, report = train(now, learner.place(batch))
+                done += 1
+                row: dict[str, Any] = {}
+                if i % w.check_every == 0 or i == limit:
+                    publish(now.params)
+                    reached = parts.grounding(connect, harness, held)
+                    row = {"grounding": reached, "nll": surrogate.summary(report)["nll"]}
+                    writer.write(0, {"warmup/step": done, "warmup/phase": phase} | {f"warmup/{k}": v for k, v in row.items()})
+                line.update(done, row)
+                if phase == 1 and row and reached >= w.gate:
+                    break
+            batches.close()
+            if phase == 1 and reached < w.gate:
+                log.warning("warm-up ends at grounding %.3f, the gate is %.3f (%d updates)", reached, w.gate, done)
+    return jax.block_until_ready(now.params)
+
+
+def _single(config: Settings, harness: Harness, phase: int, seed: int, step: int) -> Any:
+    return parts.single_decisions(config, harness, phase=phase, seed=seed, step=step)
+
+
+class _WarmupRate:
+    """Learning rate by update: constant, then down to 30 % over phase 1; phase 2 starts lower and ends near 0."""
+
+    def __init__(self, w: Settings) -> None:
+        self._w = w
+
+    def __call__(self, count: Any) -> Any:
+        import jax.numpy as jnp
+
+        w = self._w
+        up = jnp.minimum(1.0, (count + 1) / 30)
+        return w.optimizer.learning_rate * up * jnp.clip(1 - (count - w.decay_from) / w.decay_over, 0.3, 1.0)
+
+
+# ------------------------------------------------------------------------------------------------------ actors
+def next_batch(batches: Iterator, actors: Any, preemption: Any) -> tuple[Any, Any]:
+    """The next packed batch, or (None, {}) when told to stop or at the end of recorded experience."""
+    while not preemption.requested:
+        if actors is not None:
+            actors.check()
+        try:
+            return next(batches)
+        except TimeoutError:
+            continue
+        except StopIteration:
+            break
+    return None, {}
+
+
+def check_skipped(report: Mapping[str, Any], limit: int) -> None:
+    """Raises Diverged after `limit` non-finite updates in a row."""
+    if int(report["skipped"]) >= limit:
+        raise Diverged(f"{int(report['skipped'])} updates in a row were not finite, the limit is {limit}; the last"
+                       f" loss was {float(report['loss'])}, the gradient norm {float(report['grad_norm'])}")  # fmt: skip
+
+
+# ----------------------------------------------------------------------------------------------------- account
+_SERVER = {"prompt_s": "prompt", "prefill_s": "prefill", "decode_s": "decode", "deliver_s": "deliver"}
+_ACTOR = {"env_s": "sandbox", "prepare_s": "sandbox", "evaluate_s": "sandbox", "prompt_s": "prompt",
+          "policy_s": "wait for policy", "store_s": "store", "judge_s": "judge"}  # fmt: skip
+
+
+class Account:
+    """Where time goes and what came of it: one metrics row an update."""
+
+    def __init__(self, serving: Any, actors: Any) -> None:
+        self.clock, self._server, self._actor = Clock("learner"), Clock("server"), Clock("rollout")
+        self._serving, self._actors = serving, actors
+        self._before: dict[str, float] = {}
+        self._since = time.perf_counter()
+
+    def _delta(self, name: str, values: Mapping[str, Any]) -> dict[str, float]:
+        out = {}
+        for key, value in values.items():
+            if isinstance(value, int | float):
+                out[key] = value - self._before.get(name + key, 0.0)
+                self._before[name + key] = value
+        return out
+
+    def row(self, report: Mapping[str, Any], info: Mapping[str, Any], version: int) -> dict[str, Any]:
+        """Everything one update knows about itself."""
+        figures = surrogate.summary(report)
+        rewards = info["rewards"]
+        lags = {int(k): v for k, v in info["lags"].items()}
+        groups = max(1, sum(lags.values()))
+        row: dict[str, Any] = {f"train/{k}": v for k, v in figures.items()}
+        row |= {f"reward/{family}": value for family, value in rewards.items()}
+        row |= {f"data/{k}": v for k, v in info["counts"].items()}
+        row |= {f"data/lag_{k}": v for k, v in lags.items()}
+        row |= {"rollout/staleness": sum(k * v for k, v in lags.items()) / groups, "train/version": version,
+                "rollout/reward": sum(rewards.values()) / max(1, len(rewards)), "data/pack_s": info["pack_seconds"]}  # fmt: skip
+        pack = info["pack"]
+        pack = pack if isinstance(pack, Mapping) else pack._asdict()
+        row |= {f"pack/{k}": v for k, v in pack.items() if isinstance(v, int | float)}
+        row["train/share_trained"] = figures["tokens"] / max(1, info["tokens_generated"])
+        now = time.perf_counter()
+        served = self._delta("server", self._serving.stats())
+        row |= {"rate/tokens": served.get("tokens", 0.0) / (now - self._since), "rate/updates": 1 / (now - self._since)}
+        row |= {"serving/requests": served.get("requests", 0), "serving/deduplicated": served.get("deduplicated", 0)}
+        for key, stage in _SERVER.items():
+            self._server.add(stage, served.get(key, 0.0))
+        if self._actors is not None:
+            acted = self._delta("actor", self._actors.snapshot())
+            for key, stage in _ACTOR.items():
+                self._actor.add(stage, acted.get(key, 0.0))
+            row |= {f"rollout/{k}": v for k, v in acted.items() if not k.endswith("_s")}
+            row["rollout/success"] = acted.get("passed", 0.0) / max(1.0, acted.get("valid", acted.get("collected", 1.0)))
+        self._since = now
+        return row | self.clock.take() | self._server.take() | self._actor.take()
+
+
+# ------------------------------------------------------------------------------------------------------- saving
+def items(now: Any, reference: Any) -> tuple[Any, Any]:
+    """(params, everything else) of a checkpoint; the KL reference goes along where there is one."""
+    params, rest = state.split(now)
+    return params, rest if reference is None else {**rest, "reference": reference}
+
+
+def restored(found: Any) -> tuple[Any, Any]:
+    """(TrainState, KL reference or None) of a restored checkpoint."""
+    rest = dict(found.opt)
+    reference = rest.pop("reference", None)
+    return state.join(found.params, rest), reference
+
+
+def save(checkpoints: Any, store: Any, now: Any, cursor: Mapping[str, Any], *, reference: Any = None) -> None:
+    """One checkpoint of everything, and the store told what it must keep."""
+    params, rest = items(now, reference)
+    success = cursor.get("success")
+    checkpoints.save(
+        int(cursor["update"]), params=params, opt=rest, data=dict(cursor), version=int(cursor["version"]),
+        config=cursor["config"], metrics={} if success is None else {"success": success},
+    )  # fmt: skip
+    if "pipeline" in cursor:
+        store.retain(int(cursor["pipeline"]["seq"]))
+
+
+def round_reference(reference: Any, now: Any, begins: bool) -> Any:
+    """The parameters KL is measured against: those at the start of the round."""
+    import jax
+    import jax.numpy as jnp
+
+    return jax.tree.map(jnp.copy, now.params) if reference is None or begins else reference
+
+
+def newest_round(store: Any, seqs: Sequence[int]) -> int:
+    """The newest round that a batch's groups belong to."""
+    return max((int((store.deltas(seq) or {}).get("round", 0)) for seq in seqs), default=0)

@@ -1,0 +1,181 @@
+"""Train a policy: warm up on single decisions, then learn from attempts at tasks.
+
+    python launch/train.py --config=configs/stepo.py [--workdir=DIR] [--config.KEY=VALUE ...]
+
+The same command continues a stopped run. Hops 1-6 of a trajectory (task to stored group) run in a service, here in
+threads beside the learner or in processes of their own (launch/rollout.py, launch/serve.py); hops 7-10 are this page.
+"""
+
+import functools
+import sys
+import time
+
+import parts
+import policy_server
+
+from cuajax import metrics, program
+from cuajax.config import ConfigError, Settings
+from cuajax.data.lease import LeaseHeld, acquire
+from cuajax.data.store import Store
+
+
+def main(config: Settings, workdir: str) -> int:
+    # ------------------------------------------------------------------------ check, before devices are touched
+    began = time.time()
+    suite, harness = parts.suite(config), parts.harness(config)
+    finals = parts.held_out(config, suite, config.eval.final_tasks, start=parts.FINAL)
+    held_out = parts.held_out(config, suite, config.eval.tasks, start=0)
+    parts.check_prompts(config, harness, [*finals, *held_out])
+    spec, credit = parts.pack_spec(harness, config, config.data), parts.credit(config)
+    run_dir = program.prepare_run_dir(workdir or f"runs/{config.name}", config)
+    try:
+        lease = acquire(str(run_dir / "experience"))
+    except LeaseHeld as error:
+        raise ConfigError(str(error)) from error
+    metrics.setup_logging(run_dir)
+
+    import jax
+    import learner as learning
+
+    from cuajax.checkpoint import Checkpoints, Preemption
+    from cuajax.data.pipeline import Rules, experience, rebase
+    from cuajax.models import policy, presets
+
+    # ------------------------------------------------------------------------------- policy, optimizer, mesh
+    vocabulary = parts.tokenizer(harness).vocab_size
+    cfg = presets.get(config.policy.preset, vocab_size=vocabulary, dtype=config.policy.dtype)
+    objective, learner = learning.objective(config), learning.Learner.of(config, cfg)
+    rule = learning.make_optimizer(config.optimizer, learner.axes, updates=config.train.updates * config.train.epochs)
+    train_step, score = learner.train_step(objective.loss, rule), learner.score_step(rule)
+    state = learner.begin(policy.init(jax.random.key(config.seed), cfg), rule)
+
+    # --------------------------------------------------------------------------------------- restore or begin
+    checkpoints = Checkpoints(
+        run_dir / "checkpoints", keep_last=config.checkpoint.keep, keep_best=config.checkpoint.keep_best,
+        metric="success",
+    )  # fmt: skip
+    store = Store.open(
+        str(run_dir / "experience"), create=True, fence=lease.fence, budget_bytes=config.data.store_budget
+    )
+    cursor, reference, replay = {"update": 0, "config": program.fingerprint(config)}, None, config.rollout.replay
+    found = checkpoints.latest()
+    if found is not None:
+        saved = checkpoints.restore(*learning.items(state, state.params if objective.needs_ref else None), step=found)
+        (state, reference), cursor = learning.restored(saved), saved.data
+    start, best = cursor["update"], cursor.get("best", 0.0)
+    writer = metrics.Writer(run_dir, restored=start if found is not None else -1)
+
+    # ---------------------------------------------------------------------------------------- serve the policy
+    version = store.new_version()
+    if config.serving.address:
+        serving = policy_server.join(policy_server.find(run_dir, config.serving.address), mode=config.serving.swap)
+        serving.publish(state.params, version)
+    else:
+        serving = policy_server.start(config, harness, state.params, cfg=cfg, version=version)
+
+    def publish(params) -> int:
+        number = store.new_version()
+        serving.publish(params, number)
+        return number
+
+    def evaluate(tasks):
+        return parts.run_tasks(serving.connect, suite, tasks, harness=harness, temperature=config.eval.temperature)
+
+    # ------------------------------------------------------------------------- warm-up: grounding, supervised
+    if found is None:
+        if config.warmup.steps:
+            params = learning.warm_up(
+                config, harness, state.params, learner=learner, connect=serving.connect, publish=publish, writer=writer
+            )
+            state = learner.begin(params, rule)
+            version = publish(state.params)
+        best = held = parts.scores(evaluate(held_out), held_out)["success"]
+        cursor |= {"version": version, "best": best, "success": held}
+        opening = parts.evaluation_row(parts.scores(evaluate(finals), finals))
+        writer.write(0, opening | {"seconds/total": time.time() - began})
+        print(f"reinforcement begins at held-out success {opening['eval/success']:.3f}", file=sys.stderr)
+        learning.save(checkpoints, store, state, cursor, reference=state.params if objective.needs_ref else None)
+
+    # ------------------------------------------------------------ experience: attempts in, packed batches out
+    rules = Rules(
+        groups_per_update=config.data.groups_per_update, max_lag=1 << 30 if replay else config.rollout.max_lag,
+        drop_zero_variance=config.data.drop_zero_variance, first_version=version,
+        publish_every=config.train.publish_every, min_valid=1 if config.algo.name == "sft" else 2,
+    )  # fmt: skip
+    source = Store.open(replay) if replay else store
+    dataset = experience(
+        source, credit, spec=spec, rules=rules, shard=(jax.process_index(), jax.process_count()),
+        prefetch=config.data.prefetch, timeout=1.0,
+    )  # fmt: skip
+    batches = iter(dataset)
+    if "pipeline" in cursor:
+        batches.set_state(cursor["pipeline"] if replay else rebase(cursor["pipeline"], version))
+    progress = parts.Progress(store, seq=batches.get_state()["seq"], shared=not config.rollout.here)
+    actors = None
+    if config.rollout.here and not replay:
+        actors = parts.actors(config, suite, harness, connect=serving.connect, store=store, progress=progress)
+        actors.start()
+
+    # ------------------------------------------------------------------------------------------------ the loop
+    account, update, status = learning.Account(serving, actors), start, 0
+    with Preemption() as preemption, metrics.ProgressLine(config.train.updates, done=start) as line:
+        while update < config.train.updates and not preemption.requested and not status:
+            with account.clock("idle"):
+                batch, info = learning.next_batch(batches, actors, preemption)
+            if batch is None:
+                break
+            update += 1
+            with account.clock("step"):
+                batch = learner.place(batch)
+                if objective.needs_ref:
+                    begins = learning.newest_round(source, info["seqs"]) > cursor.get("round", 0)
+                    cursor["round"] = max(cursor.get("round", 0), learning.newest_round(source, info["seqs"]))
+                    reference = learning.round_reference(reference, state, begins)
+                    batch = batch._replace(ref_logp=score(reference, batch))
+                if objective.needs_prox:
+                    batch = batch._replace(prox_logp=score(state.params, batch))
+                for _ in range(config.train.epochs):
+                    state, report = train_step(state, batch)
+                learning.check_skipped(report, config.train.skip_limit)  # waits for the device
+            with account.clock("publish"):
+                due = update % config.train.publish_every == 0
+                version = publish(state.params) if due and not replay else version
+                progress.advance(batches.get_state()["seq"], published=due)
+            row = account.row(report, info, version)
+
+            if config.eval.every and update % config.eval.every == 0 and not replay:
+                with account.clock("evaluate"):
+                    row |= parts.evaluation_row(parts.scores(evaluate(held_out), held_out))
+                best = max(best, row["eval/success"])
+                status = learning.COLLAPSED if row["eval/success"] < config.eval.collapse * best else 0
+            row["seconds/total"] = time.time() - began
+            line.update(update, writer.write(update, row))
+            cursor |= {"update": update, "version": version, "best": best, "pipeline": batches.get_state(),
+                       "success": row.get("eval/success")}  # fmt: skip
+            if update % config.checkpoint.every == 0 or "eval/success" in row or preemption.requested:
+                learning.save(checkpoints, store, state, cursor, reference=reference)
+
+    # ----------------------------------------------------------------------------- save, stop, score, report
+    if update > start:
+        learning.save(checkpoints, store, state, cursor, reference=reference)
+    checkpoints.close()
+    batches.close()
+    if actors is not None:
+        actors.stop(drain=False)
+    if preemption.requested:
+        status = learning.PREEMPTED
+    else:
+        import result
+
+        if replay:
+            serving.publish(state.params, store.new_version())
+        result.tell(run_dir, config, source, trajectories=evaluate(finals), tasks=finals, seconds=time.time() - began)
+    writer.close()
+    serving.stop()
+    store.close()
+    lease.release()
+    return status
+
+
+if __name__ == "__main__":
+    program.run(main, doc=__doc__ or "", workdir="")
