@@ -6,11 +6,12 @@ Jax-free: everything here happens before a device is touched.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,10 +32,13 @@ class RunDirError(ConfigError):
 
 
 # --------------------------------------------------------------------------------------------- command line
-def command_line(argv: Sequence[str] | None = None, *, doc: str = "", **flags: Any) -> tuple[Settings, Settings]:
+def command_line(
+    argv: Sequence[str] | None = None, *, doc: str = "", default: str = "", **flags: Any
+) -> tuple[Settings, Settings]:
     """`--config=FILE[:ARG] --config.KEY=VALUE --FLAG=VALUE` -> (experiment, flags). Raises ConfigError.
 
-    `flags` are the page's own, with their defaults and types. `--help` prints `doc` and exits.
+    `flags` are the page's own, with their defaults and types; a switch needs no value. `default` is the config of a
+    page that works without one. `--help` prints `doc` and exits.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if "-h" in words or "--help" in words:
@@ -43,10 +47,12 @@ def command_line(argv: Sequence[str] | None = None, *, doc: str = "", **flags: A
         sys.exit(0)
     given: dict[str, str] = {}
     changes: dict[str, str] = {}
-    spec = ""
+    spec = default
     while words:
         word = words.pop(0)
         name, has_value, value = word.removeprefix("--").partition("=")
+        if not has_value and flags.get(name) is False:
+            has_value, value = "=", "true"
         if not word.startswith("--") or not (has_value or words):
             raise ConfigError(f"cannot read {word!r}; settings look like --NAME=VALUE")
         value = value if has_value else words.pop(0)
@@ -64,13 +70,15 @@ def command_line(argv: Sequence[str] | None = None, *, doc: str = "", **flags: A
     return load(spec, changes), override(ConfigDict(dict(flags)).lock(), given)
 
 
-def run(main: Callable[..., Any], argv: Sequence[str] | None = None, *, doc: str = "", **flags: Any) -> NoReturn:
+def run(
+    main: Callable[..., Any], argv: Sequence[str] | None = None, *, doc: str = "", default: str = "", **flags: Any
+) -> NoReturn:
     """Calls `main(config, **flags)` of a launch page; a ConfigError at any depth ends as one message and status 2.
 
     For a mistake to be told before jax loads, the page imports jax inside `main`.
     """
     try:
-        config, given = command_line(argv, doc=doc, **flags)
+        config, given = command_line(argv, doc=doc, default=default, **flags)
         status = main(config, **given)
     except ConfigError as error:
         sys.stderr.write(f"error: {error}\n")
@@ -150,9 +158,22 @@ def _differences(ours: Settings, theirs: Settings) -> list[str]:
     ]
 
 
-def prepare_run_dir(workdir: str | os.PathLike[str], config: Settings) -> Path:
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """One process at a time in here, where the file system has locks: several may start on one run directory."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def prepare_run_dir(workdir: str | os.PathLike[str], config: Settings, *, join: bool = False) -> Path:
     """Makes the run directory, or opens it for a continued run. Raises RunDirError, having changed nothing.
 
+    `join`: for a process beside the learner, which leaves the settings of a run that is already there.
     Refused: a path that is no directory or cannot be written, a non-empty directory that is no run of ours,
     and a run of another experiment (the differing keys are named).
     """
@@ -161,20 +182,28 @@ def prepare_run_dir(workdir: str | os.PathLike[str], config: Settings) -> Path:
     try:
         if path.exists() and not path.is_dir():
             raise RunDirError(f"run directory {path} is not a directory; give another --workdir")
-        if (path / RUN_FILE).exists():
-            if differing := _differences(config, load_resolved(path)):
-                raise RunDirError(f"run directory {path} holds another experiment; differing: {'; '.join(differing)}")
-        elif path.is_dir() and (entries := len(list(path.iterdir()))):
-            raise RunDirError(
-                f"run directory {path} is occupied: {entries} entries and no {RUN_FILE}; "
-                "give an empty or a new --workdir"
-            )
         missing = _absent(path)
         path.mkdir(parents=True, exist_ok=True)
-        save_resolved(path, config)
+        with _alone(path):
+            if not _continues(path, config) or not join:
+                save_resolved(path, config)
     except OSError as error:
         with contextlib.suppress(OSError):
             for made in missing:
                 made.rmdir()
         raise RunDirError(f"run directory {path} cannot be used: {error.strerror or error}") from error
     return path
+
+
+def _continues(path: Path, config: Settings) -> bool:
+    """Whether a run of this experiment is there already. Raises RunDirError when something else is."""
+    if (path / RUN_FILE).exists():
+        if differing := _differences(config, load_resolved(path)):
+            raise RunDirError(f"run directory {path} holds another experiment; differing: {'; '.join(differing)}")
+        return True
+    if entries := sum(not entry.name.startswith(f".{RUN_FILE}.") for entry in path.iterdir()):  # a killed start's draft
+        raise RunDirError(
+            f"run directory {path} is occupied: {entries} entries and no {RUN_FILE}; "
+            "give an empty or a new --workdir"
+        )
+    return False

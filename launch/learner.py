@@ -5,15 +5,18 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import parts
 
 from cuajax.agent.harness import Harness
 from cuajax.algorithms import surrogate
+from cuajax.checkpoint import Checkpoints
 from cuajax.config import ConfigError, Settings
+from cuajax.data.pipeline import Rules
 from cuajax.metrics import Clock, ProgressLine, Writer
 from cuajax.models import policy
 from cuajax.models.policy import PolicyConfig
@@ -21,6 +24,7 @@ from cuajax.train import optimizer, sharding, state, step
 from cuajax.types import PackedBatch
 
 log = logging.getLogger(__name__)
+START = "checkpoints_start"  # in the run directory: the policy that reinforcement began with
 PREEMPTED, COLLAPSED = 75, 3  # exit statuses; 75 (EX_TEMPFAIL) asks a scheduler to start the run again
 
 
@@ -180,15 +184,20 @@ class _WarmupRate:
 
 
 # ------------------------------------------------------------------------------------------------------ actors
-def next_batch(batches: Iterator, actors: Any, preemption: Any) -> tuple[Any, Any]:
-    """The next packed batch, or (None, {}) when told to stop or at the end of recorded experience."""
+def next_batch(batches: Iterator, actors: Any, preemption: Any, *, store: Any, waiting: Callable[[], None]) -> tuple[Any, Any]:
+    """The next packed batch, or (None, {}) when told to stop or at the end of experience.
+
+    `waiting` is called about once a second while there is none.
+    """
     while not preemption.requested:
         if actors is not None:
             actors.check()
+            if getattr(actors, "done", False) and not store.info().done:
+                store.finish()  # the last round is over: the batches end with what is there
         try:
             return next(batches)
         except TimeoutError:
-            continue
+            waiting()
         except StopIteration:
             break
     return None, {}
@@ -215,12 +224,14 @@ class Account:
         self._serving, self._actors = serving, actors
         self._before: dict[str, float] = {}
         self._since = time.perf_counter()
+        self._delta("server", serving.stats())  # what warm-up and evaluations took is not the first update's
 
     def _delta(self, name: str, values: Mapping[str, Any]) -> dict[str, float]:
         out = {}
         for key, value in values.items():
             if isinstance(value, int | float):
-                out[key] = value - self._before.get(name + key, 0.0)
+                before = self._before.get(name + key, 0.0)
+                out[key] = value - before if value >= before else value  # lower: its process has restarted
                 self._before[name + key] = value
         return out
 
@@ -239,6 +250,7 @@ class Account:
         pack = info["pack"]
         pack = pack if isinstance(pack, Mapping) else pack._asdict()
         row |= {f"pack/{k}": v for k, v in pack.items() if isinstance(v, int | float)}
+        row["data/seqs"] = list(info["seqs"])
         row["train/share_trained"] = figures["tokens"] / max(1, info["tokens_generated"])
         now = time.perf_counter()
         served = self._delta("server", self._serving.stats())
@@ -250,7 +262,7 @@ class Account:
             acted = self._delta("actor", self._actors.snapshot())
             for key, stage in _ACTOR.items():
                 self._actor.add(stage, acted.get(key, 0.0))
-            row |= {f"rollout/{k}": v for k, v in acted.items() if not k.endswith("_s")}
+            row |= {f"rollout/{k}": v for k, v in acted.items() if not k.endswith("_s") and k != "reward"}
             row["rollout/success"] = acted.get("passed", 0.0) / max(1.0, acted.get("valid", acted.get("collected", 1.0)))
         self._since = now
         return row | self.clock.take() | self._server.take() | self._actor.take()
@@ -270,6 +282,16 @@ def restored(found: Any) -> tuple[Any, Any]:
     return state.join(found.params, rest), reference
 
 
+def rules(config: Settings, *, first_version: int) -> Rules:
+    """Which groups make an update. Recorded experience and demonstrations have no age."""
+    ageless = config.rollout.replay or config.algo.name == "sft"
+    return Rules(
+        groups_per_update=config.data.groups_per_update, max_lag=1 << 30 if ageless else config.rollout.max_lag,
+        drop_zero_variance=config.data.drop_zero_variance, first_version=first_version,
+        publish_every=config.train.publish_every, min_valid=1 if config.algo.name == "sft" else 2,
+    )  # fmt: skip
+
+
 def save(checkpoints: Any, store: Any, now: Any, cursor: Mapping[str, Any], *, reference: Any = None) -> None:
     """One checkpoint of everything, and the store told what it must keep."""
     params, rest = items(now, reference)
@@ -280,6 +302,13 @@ def save(checkpoints: Any, store: Any, now: Any, cursor: Mapping[str, Any], *, r
     )  # fmt: skip
     if "pipeline" in cursor:
         store.retain(int(cursor["pipeline"]["seq"]))
+
+
+def keep_start(run_dir: Path, store: Any, now: Any, cursor: Mapping[str, Any], *, reference: Any = None) -> None:
+    """Keeps the policy that reinforcement begins with, whatever comes later: a control can begin there as well."""
+    kept = Checkpoints(run_dir / START, keep_last=1, keep_best=0)
+    save(kept, store, now, cursor, reference=reference)
+    kept.close()
 
 
 def round_reference(reference: Any, now: Any, begins: bool) -> Any:

@@ -7,6 +7,7 @@ import functools
 import importlib
 import importlib.util
 import random
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -20,6 +21,7 @@ from cuajax.agent.dialects.compact import CompactDialect
 from cuajax.agent.harness import Harness, check_limits
 from cuajax.config import ConfigError, Settings, nearest, require_extra
 from cuajax.data.images import image_hash
+from cuajax.data.lease import Lease, LeaseHeld, acquire
 from cuajax.data.pack import PackSpec
 from cuajax.data.store import Store
 from cuajax.inputs.grid import image_tokens
@@ -27,6 +29,7 @@ from cuajax.inputs.processor import ImageSpec
 from cuajax.inputs.tokenizer import CompactTokenizer
 from cuajax.rollout.candidates import CandidateRounds, RoundPlan
 from cuajax.rollout.candidates import Learner as LearnerCursor
+from cuajax.rollout.demonstrations import Demonstrations
 from cuajax.rollout.episode import Limits
 from cuajax.rollout.evaluate import evaluate
 from cuajax.rollout.plan import Plan
@@ -126,18 +129,32 @@ def plan(config: Settings, *, actor: str = "") -> Plan:
     return Plan(
         group_size=r.group_size, groups_per_update=config.data.groups_per_update, max_lag=r.max_lag,
         temperature=a.temperature, top_p=a.top_p, top_k=a.top_k, retries=r.retries, seed=config.seed, actor=actor,
+        replace_zero_variance=config.data.drop_zero_variance,
         reuse_envs=True, limits=Limits(attempts=r.attempts, execute=r.timeout),
     )  # fmt: skip
 
 
+def hold(place: Path) -> Lease:
+    """A lease that only one process has at a time. Raises ConfigError naming the holder."""
+    try:
+        return acquire(str(place))
+    except LeaseHeld as error:
+        raise ConfigError(str(error)) from error
+
+
 def actors(
-    config: Settings, made: Suite, context: Harness, *, connect: Connect, store: Store, progress: Any = None,
+    config: Settings, made: SimSuite, context: Harness, *, connect: Connect, store: Store, progress: Any = None,
     actor: str = "",
 ) -> Any:  # fmt: skip
-    """The service that fills the store: live attempts, or the candidates of PRM rounds.
+    """The service that fills the store: live attempts, the candidates of PRM rounds, or demonstrations.
 
     `progress` has consumed() and published(); None: what the learner of another process leaves in the store.
     """
+    if config.algo.name == "sft":
+        return Demonstrations(
+            made, store, oracle=made.oracle, harness=context, curriculum=curriculum(config),
+            plan=plan(config, actor=actor), consumed=progress.consumed if progress else None,
+        )  # fmt: skip
     if config.algo.name != "prm_grpo":
         return RolloutService(
             made, connect(), store, harness=context, curriculum=curriculum(config), plan=plan(config, actor=actor),
@@ -158,16 +175,30 @@ class Progress:
     def __init__(self, store: Any, *, seq: int, shared: bool) -> None:
         self._store, self._shared = store, shared
         self._read = self._published = seq
+        self._dropped: set[int] = set()  # groups ahead of `_read` that will never be trained
+        self._lock = threading.Lock()
+        self._tell()  # actors elsewhere wait for a learner that is past its warm-up
 
     def advance(self, seq: int, *, published: bool) -> None:
-        self._read = seq
+        with self._lock:
+            self._read = seq
+            self._dropped = {s for s in self._dropped if s >= seq}
         if published:
             self._published = seq
+        self._tell()
+
+    def drop(self, seq: int) -> None:
+        with self._lock:
+            self._dropped.add(seq)
+        self._tell()
+
+    def _tell(self) -> None:
         if self._shared:
-            self._store.put("learner", {"consumed": self._read, "published": self._published})
+            self._store.put("learner", {"consumed": self.consumed(), "published": self._published})
 
     def consumed(self) -> int:
-        return self._read
+        with self._lock:
+            return self._read + len(self._dropped)
 
     def published(self) -> int:
         return self._published
@@ -329,6 +360,8 @@ def run_tasks(
     connect: Connect, made: Suite, tasks: Sequence[Task], *, harness: Harness, **options: Any
 ) -> list[Trajectory]:
     """`cuajax.rollout.evaluate.evaluate` to its end, on a client of its own."""
+    if not tasks:
+        return []
 
     async def run() -> list[Trajectory]:
         client = connect()

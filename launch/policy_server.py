@@ -15,10 +15,12 @@ import parts
 
 from cuajax.agent.harness import Harness
 from cuajax.config import ConfigError, Settings
-from cuajax.serving.client import GrpcClient, LocalClient
-from cuajax.serving.messages import PolicyError
+from cuajax.serving.client import EngineFault, GrpcClient, LocalClient, PolicyError, Unavailable
+from cuajax.types import Completion, Prompt, Sampling
 
 ENDPOINT = "policy_server.json"  # in the run directory: where its policy server listens
+PATIENCE = 300.0  # seconds a policy server may be away (restarting) before its callers give up
+POLL = 0.2
 
 
 @dataclass(frozen=True)
@@ -30,10 +32,15 @@ class Policy:
     stats: Callable[[], Mapping[str, float]]
     stop: Callable[[], None]
     address: str = ""
+    renew: Callable[[Any, int], None] = lambda params, version: None  # publish again what a restarted server lacks
 
 
+# ------------------------------------------------------------------------------------------------ in this process
 def start(config: Settings, made: Harness, params: Any, *, cfg: Any, version: int, address: str = "") -> Policy:
-    """A policy server in this process: behind loopback gRPC, or called directly."""
+    """A policy server in this process: behind gRPC, or called directly.
+
+    Raises ConfigError when `address` cannot be served on.
+    """
     from cuajax.serving import weights
     from cuajax.serving.scheduler import open_policy
 
@@ -67,37 +74,154 @@ def start(config: Settings, made: Harness, params: Any, *, cfg: Any, version: in
     return Policy(lambda: GrpcClient(bound, token=token), publish, scheduler.snapshot, stop, bound)
 
 
-def join(address: str, *, mode: str = "drain", patience: float = 120.0) -> Policy:
-    """A policy server that another process runs; waits up to `patience` seconds for it to answer."""
-    from cuajax.serving import weights
+def later(begin: Callable[[Any, int], Policy], current: Callable[[], tuple[Any, int]]) -> Policy:
+    """The server of a run that may never need one (replay): `begin(params, version)` runs at its first use."""
+    made: list[Policy] = []
 
-    token = os.environ.get("CUAJAX_TOKEN") or None
-
-    async def ask() -> Mapping[str, Any]:
-        client = GrpcClient(address, token=token, timeout_s=10.0, retries=0)
-        try:
-            return await client.info()
-        finally:
-            await client.close()
-
-    end = time.monotonic() + patience
-    while True:
-        try:
-            asyncio.run(ask())
-            break
-        except PolicyError as error:
-            if time.monotonic() > end:
-                raise ConfigError(f"no policy server answers at {address} after {patience:g} s: {error}") from error
-            time.sleep(0.5)
+    def policy() -> Policy:
+        if not made:
+            made.append(begin(*current()))
+        return made[0]
 
     def publish(params: Any, version: int) -> None:
-        weights.publish(params, version, address, mode=mode, token=token)
+        if made:
+            made[0].publish(params, version)
+        else:
+            made.append(begin(params, version))
 
+    def stop() -> None:
+        for one in made:
+            one.stop()
+
+    return Policy(lambda: policy().connect(), publish, lambda: made[0].stats() if made else {}, stop)
+
+
+def of(config: Settings, made: Harness, run_dir: Path, *, cfg: Any, current: Callable[[], tuple[Any, int]]) -> Policy:
+    """The policy server a training run asks for; it serves `current()`, which is (params, version)."""
+    if config.serving.address:
+        joined = join(config.serving.address, run_dir, mode=config.serving.swap)
+        joined.publish(*current())
+        return joined
+
+    def begin(params: Any, version: int) -> Policy:
+        return start(config, made, params, cfg=cfg, version=version)
+
+    return later(begin, current) if config.rollout.replay else begin(*current())
+
+
+# --------------------------------------------------------------------------------------------- in another process
+class Reconnecting:
+    """A policy server that may restart, on another port too: a decision waits for it, at most `patience` seconds.
+
+    A decision changes nothing on the server, so asking again is safe. Belongs to the event loop that first uses it.
+    """
+
+    def __init__(self, locate: Callable[[], str], *, token: str | None, patience: float = PATIENCE) -> None:
+        self._locate, self._token, self._patience = locate, token, patience
+        self._client = self._new()
+        self._coming: asyncio.Task | None = None  # one looks for the server, the others wait for that
+
+    def _new(self) -> GrpcClient:
+        return GrpcClient(self._locate(), token=self._token, retries=1)
+
+    async def generate(self, prompt: Prompt, sampling: Sampling) -> Completion:
+        """The policy's answer. Raises PolicyError."""
+        end = time.monotonic() + self._patience
+        while True:
+            client = self._client
+            try:
+                return await client.generate(prompt, sampling)
+            except (Unavailable, EngineFault):  # a call cut in the middle reads as an internal error
+                if time.monotonic() > end:
+                    raise
+            await self._back(client, end)
+
+    async def _back(self, broken: GrpcClient, end: float) -> None:
+        if broken is not self._client:
+            return
+        if self._coming is None:
+            self._coming = asyncio.create_task(self._find(end))
+        await asyncio.shield(self._coming)
+
+    async def _find(self, end: float) -> None:
+        """Until the server answers or time is up; then the next calls go to where it listens now."""
+        answered = False
+        while not answered and time.monotonic() < end:
+            await asyncio.sleep(POLL)
+            answered = await _answers(self._locate(), self._token) is not None
+        before, self._client, self._coming = self._client, self._new(), None
+        await before.close()
+
+    async def info(self) -> Mapping[str, Any]:
+        """As GrpcClient.info."""
+        return await self._client.info()
+
+    async def close(self) -> None:
+        if self._coming is not None:
+            self._coming.cancel()
+            await asyncio.gather(self._coming, return_exceptions=True)
+        await self._client.close()
+
+
+async def _answers(address: str, token: str | None) -> Mapping[str, Any] | None:
+    """What the server there says of itself, None when it does not answer. Raises PolicyError when it refuses us."""
+    client = GrpcClient(address, token=token, timeout_s=10.0, retries=0)
+    try:
+        return await client.info()
+    except (Unavailable, EngineFault):
+        return None
+    finally:
+        await client.close()
+
+
+def join(address: str, run_dir: Path, *, mode: str = "drain", patience: float = PATIENCE) -> Policy:
+    """A policy server that another process runs: HOST:PORT, or "run" for the one advertised in the run directory.
+
+    Every use waits up to `patience` seconds for it. Raises ConfigError when it never answers, PolicyError when it
+    refuses.
+    """
+    token = os.environ.get("CUAJAX_TOKEN") or None
+    last: dict[str, Any] = {}
+
+    def locate() -> str:
+        return find(run_dir, address, patience=patience)
+
+    def ask() -> Mapping[str, Any] | None:
+        return asyncio.run(_answers(locate(), token))
+
+    def wait() -> Mapping[str, Any]:
+        end = time.monotonic() + patience
+        while (found := ask()) is None:
+            if time.monotonic() > end:
+                raise ConfigError(f"no policy server answers at {locate()} after {patience:g} s")
+            time.sleep(POLL)
+        return found
+
+    def publish(params: Any, version: int) -> None:
+        from cuajax.serving import weights
+
+        while wait()["version"] != version:  # one that is ahead refuses with StaleVersion
+            try:
+                weights.publish(params, version, locate(), mode=mode, token=token)
+            except (Unavailable, EngineFault):  # killed in the middle: the next one has older weights
+                time.sleep(POLL)
+
+    def stats() -> Mapping[str, float]:
+        last.update((ask() or {}).get("stats", {}))
+        return dict(last)
+
+    def renew(params: Any, version: int) -> None:
+        found = ask()
+        if found is not None and found["version"] < version:
+            publish(params, version)
+
+    wait()
     return Policy(
-        lambda: GrpcClient(address, token=token), publish, lambda: asyncio.run(ask())["stats"], lambda: None, address
+        lambda: Reconnecting(locate, token=token, patience=patience), publish, stats, lambda: None, locate(), renew
     )
 
 
+# ---------------------------------------------------------------------------------------- where it listens
 def advertise(run_dir: Path, address: str) -> None:
     """Writes where the run's policy server listens."""
     draft = run_dir / f".{ENDPOINT}.{os.getpid()}"
@@ -105,14 +229,21 @@ def advertise(run_dir: Path, address: str) -> None:
     draft.replace(run_dir / ENDPOINT)
 
 
-def find(run_dir: Path, address: str, *, patience: float = 300.0) -> str:
+def advertised(run_dir: Path) -> str:
+    """The address in the run directory, "" when there is none."""
+    try:
+        return json.loads((run_dir / ENDPOINT).read_text())["address"]
+    except FileNotFoundError:
+        return ""
+
+
+def find(run_dir: Path, address: str, *, patience: float = PATIENCE) -> str:
     """`address`, or for "run" the one advertised in the run directory, waited for. Raises ConfigError."""
-    if address != "run":
-        return address
     end = time.monotonic() + patience
-    while time.monotonic() < end:
-        try:
-            return json.loads((run_dir / ENDPOINT).read_text())["address"]
-        except FileNotFoundError:
-            time.sleep(0.2)
-    raise ConfigError(f"{run_dir / ENDPOINT} did not appear within {patience:g} s: is launch/serve.py running?")
+    while address == "run":
+        if found := advertised(run_dir):
+            return found
+        if time.monotonic() > end:
+            raise ConfigError(f"{run_dir / ENDPOINT} did not appear within {patience:g} s: is launch/serve.py running?")
+        time.sleep(POLL)
+    return address

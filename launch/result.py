@@ -57,7 +57,8 @@ def tell(
     before = next((r for r in rows if r["step"] == 0 and "eval/success" in r), {})
     trained = [(r["step"], r["rollout/success"]) for r in rows if r.get("rollout/success") is not None]
     start = before.get("eval/success")
-    low, high = parts.wilson(round(final["success"] * len(trajectories)), len(trajectories))
+    valid = [t for t in trajectories if t.outcome.status != "invalid"]
+    low, high = parts.wilson(sum(t.outcome.status == "success" for t in valid), len(valid))
     result = {
         "name": config.name, "seed": config.seed, "start": start, "final": final["success"], "ci95": [low, high],
         "families": final["families"], "mean_steps": final["mean_steps"], "episodes": len(trajectories),

@@ -14,8 +14,7 @@ import parts
 import policy_server
 
 from cuajax import metrics, program
-from cuajax.config import ConfigError, Settings
-from cuajax.data.lease import LeaseHeld, acquire
+from cuajax.config import Settings
 from cuajax.data.store import Store
 
 
@@ -28,17 +27,14 @@ def main(config: Settings, workdir: str) -> int:
     parts.check_prompts(config, harness, [*finals, *held_out])
     spec, credit = parts.pack_spec(harness, config, config.data), parts.credit(config)
     run_dir = program.prepare_run_dir(workdir or f"runs/{config.name}", config)
-    try:
-        lease = acquire(str(run_dir / "experience"))
-    except LeaseHeld as error:
-        raise ConfigError(str(error)) from error
+    lease = parts.hold(run_dir / "experience")
     metrics.setup_logging(run_dir)
 
     import jax
     import learner as learning
 
     from cuajax.checkpoint import Checkpoints, Preemption
-    from cuajax.data.pipeline import Rules, experience, rebase
+    from cuajax.data.pipeline import experience, rebase
     from cuajax.models import policy, presets
 
     # ------------------------------------------------------------------------------- policy, optimizer, mesh
@@ -67,11 +63,7 @@ def main(config: Settings, workdir: str) -> int:
 
     # ---------------------------------------------------------------------------------------- serve the policy
     version = store.new_version()
-    if config.serving.address:
-        serving = policy_server.join(policy_server.find(run_dir, config.serving.address), mode=config.serving.swap)
-        serving.publish(state.params, version)
-    else:
-        serving = policy_server.start(config, harness, state.params, cfg=cfg, version=version)
+    serving = policy_server.of(config, harness, run_dir, cfg=cfg, current=lambda: (state.params, version))
 
     def publish(params) -> int:
         number = store.new_version()
@@ -94,25 +86,23 @@ def main(config: Settings, workdir: str) -> int:
         opening = parts.evaluation_row(parts.scores(evaluate(finals), finals))
         writer.write(0, opening | {"seconds/total": time.time() - began})
         print(f"reinforcement begins at held-out success {opening['eval/success']:.3f}", file=sys.stderr)
-        learning.save(checkpoints, store, state, cursor, reference=state.params if objective.needs_ref else None)
+        first = state.params if objective.needs_ref else None  # only to be saved: the step donates it
+        learning.keep_start(run_dir, store, state, cursor, reference=first)
+        learning.save(checkpoints, store, state, cursor, reference=first)
 
     # ------------------------------------------------------------ experience: attempts in, packed batches out
-    rules = Rules(
-        groups_per_update=config.data.groups_per_update, max_lag=1 << 30 if replay else config.rollout.max_lag,
-        drop_zero_variance=config.data.drop_zero_variance, first_version=version,
-        publish_every=config.train.publish_every, min_valid=1 if config.algo.name == "sft" else 2,
-    )  # fmt: skip
+    rules = learning.rules(config, first_version=version)
     source = Store.open(replay) if replay else store
-    dataset = experience(
+    progress = parts.Progress(store, seq=cursor.get("pipeline", {"seq": 0})["seq"], shared=not config.rollout.here)
+    batches = iter(experience(
         source, credit, spec=spec, rules=rules, shard=(jax.process_index(), jax.process_count()),
-        prefetch=config.data.prefetch, timeout=1.0,
-    )  # fmt: skip
-    batches = iter(dataset)
+        prefetch=config.data.prefetch, timeout=1.0, dropped=progress.drop,
+    ))  # fmt: skip
     if "pipeline" in cursor:
         batches.set_state(cursor["pipeline"] if replay else rebase(cursor["pipeline"], version))
-    progress = parts.Progress(store, seq=batches.get_state()["seq"], shared=not config.rollout.here)
     actors = None
-    if config.rollout.here and not replay:
+    seat = parts.hold(run_dir / "actors" / "rollout") if config.rollout.here and not replay else None
+    if seat is not None:
         actors = parts.actors(config, suite, harness, connect=serving.connect, store=store, progress=progress)
         actors.start()
 
@@ -120,8 +110,9 @@ def main(config: Settings, workdir: str) -> int:
     account, update, status = learning.Account(serving, actors), start, 0
     with Preemption() as preemption, metrics.ProgressLine(config.train.updates, done=start) as line:
         while update < config.train.updates and not preemption.requested and not status:
-            with account.clock("idle"):
-                batch, info = learning.next_batch(batches, actors, preemption)
+            with account.clock("wait for groups"):
+                renew = lambda: serving.renew(state.params, version)  # noqa: E731
+                batch, info = learning.next_batch(batches, actors, preemption, store=store, waiting=renew)
             if batch is None:
                 break
             update += 1
@@ -160,14 +151,15 @@ def main(config: Settings, workdir: str) -> int:
         learning.save(checkpoints, store, state, cursor, reference=reference)
     checkpoints.close()
     batches.close()
-    if actors is not None:
+    if actors is not None and seat is not None:
         actors.stop(drain=False)
+        seat.release()
     if preemption.requested:
         status = learning.PREEMPTED
     else:
         import result
 
-        if replay:
+        if replay and finals:
             serving.publish(state.params, store.new_version())
         result.tell(run_dir, config, source, trajectories=evaluate(finals), tasks=finals, seconds=time.time() - began)
     writer.close()

@@ -1,5 +1,6 @@
 """Checkpoints: bit-equal round trips, other meshes, real kills, damage, foreign directories."""
 
+import dataclasses
 import json
 import logging
 import os
@@ -29,7 +30,9 @@ def make_state(seed=0, wide=8):
     state = states.create(params, OPTIMIZER)
     grads = jax.tree.map(jnp.cos, params)
     updates, opt_state = OPTIMIZER.update(grads, state.opt_state, params)
-    return state.replace(step=state.step + 5, params=optax.apply_updates(params, updates), opt_state=opt_state)
+    return dataclasses.replace(
+        state, step=state.step + 5, params=optax.apply_updates(params, updates), opt_state=opt_state
+    )
 
 
 def save(checkpoints, step, state, **more):
@@ -106,6 +109,7 @@ def test_keeps_last_and_best(directory):
     writer.wait()
     assert writer.steps() == [1, 4, 5]
     assert (writer.best(), writer.latest()) == (1, 5)
+    assert [c["cursor"] for c in writer.cursors()] == [10, 40, 50]
     writer.close()
     again = Checkpoints(directory, keep_last=2, keep_best=1, metric="success")
     save(again, 6, make_state(), metrics={"success": 0.8})

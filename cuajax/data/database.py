@@ -256,13 +256,13 @@ class Database:
     def transact(self, edit: Callable[[Any, Head], Head | None], *, doing: str, polite: bool = True) -> Head:
         """Runs `edit(kv, head) -> new head` in one atomic transaction; None from it writes nothing.
 
-        `edit` runs again when another writer committed in between. Raises StoreConflict after RETRIES, StoreFull,
-        StoreDenied, and whatever `edit` raises. `polite`: lets a compaction catch up first. `edit` must not read a key it has written: TensorStore 0.1.86 then
-        commits an empty value.
+        `edit` runs again when another writer committed in between; a `polite` writer first lets a compaction catch
+        up. Raises StoreConflict after RETRIES, StoreFull, StoreDenied, and whatever `edit` raises. `edit` must not
+        read a key it has written: TensorStore 0.1.86 then commits an empty value.
         """
-        if polite:
-            self._let_catch_up()
-        for attempt in range(RETRIES):
+        patience = time.monotonic() + _PAUSE_SECONDS
+        conflicts = 0
+        while conflicts < RETRIES:
             txn = ts.Transaction(atomic=True, repeatable_read=True)
             kv = self._kv.with_transaction(txn)
             try:
@@ -271,9 +271,13 @@ class Database:
                 if head.next:
                     self.refresh()
                     continue
+                if polite and head.pause and time.monotonic() < patience:
+                    time.sleep(0.002)
+                    continue
                 new = edit(kv, head)
                 if new is None:
                     return head
+                # Whoever ran out of patience clears the request: its compaction was killed.
                 kv[HEAD] = seal(dataclasses.replace(new, pause=False) if polite and new.pause else new)
                 txn.commit_async().result()
                 return new
@@ -283,16 +287,11 @@ class Database:
                 if not str(error).startswith("ABORTED"):
                     raise typed(error, doing) from error
                 self.conflicts += 1
-                time.sleep(random.uniform(0, min(0.05, 0.001 * 2**attempt)))
+                conflicts += 1
+                time.sleep(random.uniform(0, min(0.05, 0.001 * 2**conflicts)))
             finally:
                 txn.abort()
         raise StoreConflict(f"{doing}: lost to other writers {RETRIES} times")
-
-    def _let_catch_up(self) -> None:
-        """Waits while a compaction asks for it; one that was killed is waited for once, then its request is cleared."""
-        end = time.monotonic() + _PAUSE_SECONDS
-        while self.refresh().pause and time.monotonic() < end:
-            time.sleep(0.002)
 
 
 class _Pin:

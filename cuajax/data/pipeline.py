@@ -25,6 +25,8 @@ from cuajax.types import Credit, Group, PackedBatch, Sample
 Item = tuple[PackedBatch, dict[str, Any]]
 _SLICE_SECONDS = 0.5  # of one wait, after which a stop is noticed
 
+FORESEEN = ("invalid", "zero_variance")  # verdicts that follow from the group alone
+
 
 @dataclass(frozen=True, slots=True)
 class Rules:
@@ -103,16 +105,19 @@ def experience(
     prefetch: int = 2,
     timeout: float = 3600.0,
     drop_oversize: bool = False,
+    dropped: Callable[[int], None] = lambda seq: None,
 ) -> grain.IterDataset[Item]:
     """Batches of `rules.groups_per_update` usable groups in store order, as (PackedBatch, information).
 
     Blocks until there are enough groups: TimeoutError after `timeout` seconds (the state is unchanged, so it can be
     tried again), StopIteration once the store is finished. `shard` is (index, count) of this host: every host credits
     all groups, so that w has one denominator, and packs its own. Damaged records are skipped and counted.
+    `dropped(seq)` hears, in the prefetching thread, of every group that will not be trained for a reason that whoever
+    paces rollouts cannot see in it (FORESEEN): it must not be waited for.
     """
     if not 0 <= shard[0] < shard[1]:
         raise ValueError(f"shard {shard[0]} of {shard[1]}: need 0 <= index < count")
-    options = {"rules": rules, "shard": shard, "timeout": timeout, "drop": drop_oversize}
+    options = {"rules": rules, "shard": shard, "timeout": timeout, "drop": drop_oversize, "dropped": dropped}
     source = _Dataset(lambda: _Experience(store, credit, spec, **options))
     return _Dataset(lambda: _Prefetched(source, prefetch))
 
@@ -162,9 +167,11 @@ class _Experience(grain.DatasetIterator):
         shard: tuple[int, int],
         timeout: float,
         drop: bool,
+        dropped: Callable[[int], None],
     ) -> None:
         super().__init__()
         self._store, self._credit, self._spec, self._rules = store, credit, spec, rules
+        self._dropped = dropped
         self._shard, self._timeout, self._drop = shard, timeout, drop
         self._state = {"seq": 0, "update": 0, "version": rules.first_version, "since": 0}
         self.stop = threading.Event()
@@ -203,6 +210,7 @@ class _Experience(grain.DatasetIterator):
                 group = self._store.read(seq)
             except RecordError:
                 chosen.counts["quarantined"] += 1
+                self._dropped(seq)
                 continue
             chosen.counts["read"] += 1
             chosen.counts["invalid_attempts"] += len(group.trajectories) - len(group.valid)
@@ -217,6 +225,8 @@ class _Experience(grain.DatasetIterator):
                     why = "" if credit.mass > 0 else "weightless"
             if why:
                 chosen.counts[why] += 1
+                if why not in FORESEEN:
+                    self._dropped(seq)
                 continue
             lag = version - (version if (oldest := oldest_version(group)) is None else oldest)
             chosen.counts["future"] += lag < 0

@@ -128,7 +128,10 @@ class CandidateRounds:
         self._agent = Agent.of(
             client, harness, temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k
         )
-        self._ledger = Ledger(store, ahead=rollout.ahead, consumed=learner.consumed)
+        # Groups with equal rewards are trained here (they pay KL), so only the ones without candidates are not.
+        self._ledger = Ledger(
+            store, ahead=rollout.ahead, consumed=learner.consumed, useless=lambda delta: delta.get("scored", 2) < 2
+        )
         self._stages = Stages(rollout.limits)
         self._scoring = asyncio.Semaphore(plan.scoring)
         self._live: dict[asyncio.Task, Record] = {}
@@ -162,7 +165,7 @@ class CandidateRounds:
 
     def snapshot(self) -> dict[str, Any]:
         """Stats plus seconds in the store and gauges."""
-        gauges = {"in_flight": self._ledger.in_flight, "ready": self._ledger.head - self._ledger.read}
+        gauges = {"in_flight": self._ledger.in_flight, "ready": self._ledger.ready}
         return {**dataclasses.asdict(self.stats), "store_s": self._ledger.store_s, "live": len(self._live), **gauges}
 
     # ------------------------------------------------------------------------------------------------- loop

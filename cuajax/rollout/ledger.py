@@ -33,16 +33,26 @@ class Ledger:
     """Counts groups in flight (started, not committed) and ready (committed, not read by the learner).
 
     `ahead` bounds their sum. `consumed()` tells how many groups the learner has read (called in the loop, so it must
-    be quick); None polls the store's learner record. Use it as an async context: it owns the store's I/O thread.
+    be quick); None polls the store's learner record. Groups whose delta is `useless` are never trained, so they are
+    not counted as ready: a learner whose cursor moves by whole batches would wait for ever behind them. Use it as an
+    async context: it owns the store's I/O thread.
     """
 
-    def __init__(self, store: GroupStore, *, ahead: int, consumed: Callable[[], int] | None) -> None:
+    def __init__(
+        self,
+        store: GroupStore,
+        *,
+        ahead: int,
+        consumed: Callable[[], int] | None,
+        useless: Callable[[Mapping[str, Any]], bool],
+    ) -> None:
         self.store, self.ahead = store, ahead
         self.in_flight = 0
         self.head = 0
         self.read = 0
         self.store_s = 0.0
-        self._consumed = consumed
+        self._consumed, self._useless = consumed, useless
+        self._untrained: collections.deque[int] = collections.deque()  # unread useless groups, by sequence number
         self._polled = 0.0
         self._closed: collections.deque[tuple[Group, Mapping[str, np.ndarray], dict[str, Any]]] = collections.deque()
         self._commit = asyncio.Event()
@@ -51,6 +61,9 @@ class Ledger:
 
     async def __aenter__(self) -> Ledger:
         self.head = await self.call(self.store.head)
+        await self.room()
+        start = min(self.read, self.head)
+        self._note(start, await self.call(self.store.deltas_from, start, self.head))
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -67,7 +80,17 @@ class Ledger:
         elif time.perf_counter() - self._polled > RECORD_POLL_SECONDS:
             record = await asyncio.get_running_loop().run_in_executor(None, self.store.get, LEARNER)
             self.read, self._polled = int((record or {"consumed": 0})["consumed"]), time.perf_counter()
-        return self.ahead - self.in_flight - (self.head - self.read)
+        return self.ahead - self.in_flight - self.ready
+
+    @property
+    def ready(self) -> int:
+        """Committed groups that the learner can still train on."""
+        while self._untrained and self._untrained[0] < self.read:
+            self._untrained.popleft()
+        return self.head - self.read - len(self._untrained)
+
+    def _note(self, start: int, deltas: Sequence[Mapping[str, Any]]) -> None:
+        self._untrained.extend(seq for seq, delta in enumerate(deltas, start) if self._useless(delta))
 
     def start(self) -> None:
         self.in_flight += 1
@@ -98,6 +121,7 @@ class Ledger:
             began = time.perf_counter()
             deltas = await self.call(self._append, batch)
             self.store_s += time.perf_counter() - began
+            self._note(self.head, deltas)
             self.head += len(deltas)
             self.in_flight -= len(batch)
             committed(self.head, deltas)

@@ -18,6 +18,7 @@ class Plan:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    replace_zero_variance: bool = True  # dynamic sampling: a group with equal rewards makes room for a fresh one
     retries: int = 8
     dead_groups: int = 16  # groups in a row without one valid attempt: a fault that does not pass
     seed: int = 0

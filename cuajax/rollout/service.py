@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,7 +69,7 @@ class RolloutService:
         self.curriculum_state: dtac.State = dtac.initial()
         self._suite, self._curriculum = suite, curriculum
         self._agent = Agent.of(client, harness, temperature=plan.temperature, top_p=plan.top_p, top_k=plan.top_k)
-        self._ledger = Ledger(store, ahead=plan.ahead, consumed=consumed)
+        self._ledger = Ledger(store, ahead=plan.ahead, consumed=consumed, useless=self._is_useless)
         self._on_stall = on_stall
         self._live: dict[asyncio.Task, Record] = {}
         self._open: dict[str, _Open] = {}
@@ -103,7 +103,7 @@ class RolloutService:
     def snapshot(self) -> dict[str, float]:
         """Stats plus seconds in the store and gauges: groups in flight, unread groups, live attempts."""
         ledger = self._ledger
-        gauges = {"in_flight": ledger.in_flight, "ready": ledger.head - ledger.read, "live": len(self._live)}
+        gauges = {"in_flight": ledger.in_flight, "ready": ledger.ready, "live": len(self._live)}
         return {**dataclasses.asdict(self.stats), "store_s": ledger.store_s, **gauges}
 
     # ------------------------------------------------------------------------------------------------- loop
@@ -217,6 +217,10 @@ class RolloutService:
             merged = {digest: pixels for some in entry.images.values() for digest, pixels in some.items()}
             self._ledger.close(added.group, merged, dtac.delta(added.group, entry.family, entry.seed))
         return added.verdict
+
+    def _is_useless(self, delta: Mapping[str, Any]) -> bool:
+        """Whether the learner drops the group of a delta: too few valid attempts, or nothing to tell them apart."""
+        return delta.get("valid", 2) < 2 or (self.plan.replace_zero_variance and not delta.get("varied", True))
 
     def _watch_dead(self, group: Group) -> None:
         valid = len(group.valid)

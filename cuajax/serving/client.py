@@ -45,6 +45,7 @@ __all__ = [
     "ResourceExhausted", "StaleVersion", "Unauthenticated", "Unavailable",
 ]  # fmt: skip
 
+UNSENDABLE = (TypeError, ValueError, NotImplementedError, OverflowError)  # what encoding a bad request raises
 CHUNK_BYTES = 1 << 20  # of a weight upload
 
 
@@ -189,10 +190,19 @@ class GrpcClient:
         task.add_done_callback(self._tasks.discard)
 
     def _flush(self) -> None:
-        batch, self._pending = self._pending, []
-        batch = [entry for entry in batch if not entry.future.done()]
-        for start in range(0, len(batch), self.max_batch):
-            self._spawn(self._decide(batch[start : start + self.max_batch]))
+        pending, self._pending = self._pending, []
+        batch, size = [], 0
+        for entry in pending:
+            if entry.future.done():  # cancelled within the tick
+                continue
+            more = entry.prompt.token_ids.nbytes + sum(image.pixels.nbytes for image in entry.prompt.images)
+            if batch and (len(batch) == self.max_batch or size + more > self._max_message_bytes // 2):
+                self._spawn(self._decide(batch))
+                batch, size = [], 0
+            batch.append(entry)
+            size += more
+        if batch:
+            self._spawn(self._decide(batch))
 
     def _spawn_cancel(self) -> None:
         cancels, self._cancels = self._cancels, {}
@@ -209,23 +219,28 @@ class GrpcClient:
             except grpc.aio.AioRpcError:  # the slot is then freed when its answer ends
                 return
 
-    async def _decide(self, batch: list[_Entry]) -> None:
+    async def _decide(self, entries: list[_Entry]) -> None:
         """Runs a batch to its end; safe to retry, since a decision changes nothing on the server."""
-        deadline = time.monotonic() + self.timeout_s
-        for attempt in range(self.retries + 1):
-            if attempt:
-                await asyncio.sleep(_backoff(attempt))
-            failed = await self._call(batch, deadline - time.monotonic())
-            batch = []
-            for entry, error in failed:
+        deadline, batch = time.monotonic() + self.timeout_s, entries
+        try:
+            for attempt in range(self.retries + 1):
+                if attempt:
+                    await asyncio.sleep(_backoff(attempt))
+                batch = [entry for entry in batch if not entry.future.done()]
+                failed = await self._call(batch, deadline - time.monotonic()) if batch else []
+                batch = []
                 last = attempt == self.retries or time.monotonic() >= deadline
-                if error.retryable and not last:
-                    batch.append(entry)
-                elif not entry.future.done():
-                    entry.future.set_exception(error)
-            batch = [entry for entry in batch if not entry.future.done()]
-            if not batch:
-                return
+                for entry, error in failed:
+                    if error.retryable and not last:
+                        batch.append(entry)
+                    elif not entry.future.done():
+                        entry.future.set_exception(error)
+                if not batch:
+                    return
+        finally:
+            for entry in entries:
+                if not entry.future.done():
+                    entry.future.set_exception(Unavailable("the client closed"))
 
     async def _call(self, batch: list[_Entry], timeout_s: float) -> list[tuple[_Entry, PolicyError]]:
         """One Generate call; answered entries are resolved, the others returned with what went wrong."""
@@ -237,6 +252,9 @@ class GrpcClient:
         open_, failed = set(range(len(batch))), []
         try:
             body = wire.encode(Ask(ask, [(entry.prompt, entry.sampling) for entry in batch]))
+        except UNSENDABLE:
+            return [(entry, _unsendable(entry)) for entry in batch]
+        try:
             call = self._method("unary_stream", "Generate")(
                 body, metadata=self._metadata, timeout=max(timeout_s, 0.001)
             )
@@ -253,8 +271,8 @@ class GrpcClient:
             error: PolicyError = EngineFault("the server ended the call without an answer")
         except grpc.aio.AioRpcError as broken:
             error = fault(broken.code().name, f"{self.address}: {broken.details()}")
-        except (wire.WireError, TypeError, NotImplementedError) as broken:
-            error = InvalidRequest(f"{self.address}: {broken}")
+        except wire.WireError as broken:
+            error = EngineFault(f"{self.address} answered nonsense: {broken}")
         return failed + [(batch[i], error) for i in sorted(open_)]
 
     # ---------------------------------------------------------------------------------------------- other calls
@@ -307,6 +325,15 @@ def _chunks(header: bytes, leaves: Mapping[str, np.ndarray]) -> Iterator[bytes]:
         data = np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data
         for start in range(0, len(data), CHUNK_BYTES):
             yield bytes(data[start : start + CHUNK_BYTES])
+
+
+def _unsendable(entry: _Entry) -> PolicyError:
+    """Why an entry of a batch that cannot be encoded was not sent: itself, or a batch mate (then: again)."""
+    try:
+        wire.encode((entry.prompt, entry.sampling))
+    except UNSENDABLE as error:
+        return InvalidRequest(f"not a request: {error}")
+    return Unavailable("a request of the same batch cannot be sent")
 
 
 def _backoff(attempt: int) -> float:

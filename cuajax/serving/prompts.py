@@ -60,8 +60,8 @@ class Prompts:
             raise InvalidRequest(f"top_k {s.top_k} must be in 0..{self.support} (0: off)")
         if not 1 <= s.max_tokens <= b.answer:
             raise InvalidRequest(f"max_tokens {s.max_tokens} must be in 1..{b.answer}")
-        if len(s.stop_ids) > b.stops:
-            raise InvalidRequest(f"{len(s.stop_ids)} stop ids, at most {b.stops} are served")
+        if not isinstance(s.stop_ids, tuple) or len(s.stop_ids) > b.stops:
+            raise InvalidRequest(f"{len(s.stop_ids)} stop ids, must be a tuple of at most {b.stops}")
         if not all(0 <= i < self.vocab_size for i in s.stop_ids):
             raise InvalidRequest(f"stop ids {s.stop_ids} must be in 0..{self.vocab_size - 1}")
         self._sampling = knobs
@@ -109,6 +109,9 @@ class Prompts:
             if image.pixels.dtype != np.uint8:
                 raise InvalidRequest(f"image pixels are {image.pixels.dtype}, must be uint8")
         self._check_sampling(request.sampling)
+        seed = request.sampling.seed
+        if not (seed is None or isinstance(seed, int)):
+            raise InvalidRequest(f"seed {seed!r} must be an int or None")
         request.layout = self._layout(prompt)
 
     def screen(self, requests: Sequence[Request]) -> tuple[list[Request], list[tuple[Request, InvalidRequest]]]:
@@ -120,6 +123,8 @@ class Prompts:
                 good.append(request)
             except InvalidRequest as error:
                 refused.append((request, error))
+            except (TypeError, AttributeError, OverflowError) as error:  # fields of the wrong type
+                refused.append((request, InvalidRequest(f"not a request: {error}")))
         if good:
             flat = np.concatenate([r.prompt.token_ids for r in good])
             if flat.min() < 0 or flat.max() >= self.vocab_size:

@@ -61,11 +61,13 @@ def initial() -> State:
 
 
 def delta(group: Group, family: str, seed: int) -> dict[str, Any]:
-    """What a closed group tells the curriculum: successes and valid attempts of one task."""
+    """What a closed group tells: successes and valid attempts of one task, and whether their rewards differ."""
     valid = group.valid
     passed = sum(t.outcome.status == "success" for t in valid)
     invalid = len(group.trajectories) - len(valid)
-    return {"family": family, "seed": seed, "passed": passed, "valid": len(valid), "invalid": invalid}
+    varied = len({t.outcome.reward for t in valid}) > 1
+    counts = {"passed": passed, "valid": len(valid), "invalid": invalid, "varied": varied}
+    return {"family": family, "seed": seed, **counts}
 
 
 def unit_of(family: str, seed: int, curriculum: Curriculum) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 MESH_AXES = ("data", "fsdp", "tensor")
 ROWS = ("data", "fsdp")  # a batch's rows are split over both
@@ -53,7 +53,11 @@ def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, *, devices: Sequenc
 
 # ------------------------------------------------------------------------------------------------- parameters
 def partition(
-    mesh: Mesh, shape: Sequence[int], axes: Sequence[str | None] | None, *, rules: Mapping[str, str | None] = RULES
+    mesh: Mesh | AbstractMesh,
+    shape: Sequence[int],
+    axes: Sequence[str | None] | None,
+    *,
+    rules: Mapping[str, str | None] = RULES,
 ) -> tuple[PartitionSpec, list[str]]:
     """(spec, reasons) of one leaf; a dimension its mesh axis does not divide is replicated, and a reason says so.
 
@@ -110,7 +114,7 @@ def state_shardings(mesh: Mesh, state: Any, axes: Any, *, rules: Mapping[str, st
     return state.replace(step=whole, skipped=whole, params=params, opt_state=moments)
 
 
-def plan(mesh: Mesh, abstract: Any, axes: Any, *, rules: Mapping[str, str | None] = RULES) -> list[str]:
+def plan(mesh: Mesh | AbstractMesh, abstract: Any, axes: Any, *, rules: Mapping[str, str | None] = RULES) -> list[str]:
     """Text lines: each leaf's shape, spec and bytes a device, what was replicated and why, and the total."""
     leaves, tree = jax.tree_util.tree_flatten_with_path(abstract)
     lines, total = [], 0

@@ -1,11 +1,13 @@
 """Small groups for the credit tests."""
 
+from typing import Any
+
 import numpy as np
 
 from cuajax.types import Completion, Group, Outcome, Step, Task, Trajectory
 
 
-def step(index, tokens, *, reason="stop", logprobs=None):
+def step(index, tokens, *, reason: Any = "stop", logprobs=None):
     logprobs = np.full(tokens, -1.0, np.float32) if logprobs is None else np.asarray(logprobs, np.float32)
     completion = Completion(
         token_ids=np.arange(tokens, dtype=np.int32),

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,10 +32,11 @@ sft_loss = jax.jit(surrogate.sft_loss, static_argnames="entropy_coef")
 def batch(behaviour, advantage, weight, *, prox=None, ref=None):
     """A PackedBatch [B,K] with only what a loss reads."""
     behaviour = jnp.asarray(behaviour, jnp.float32)
-    rest = dict.fromkeys(PackedBatch._fields)
+    rest: dict[str, Any] = dict.fromkeys(PackedBatch._fields)
     fill = {"behaviour_logp": behaviour, "advantage": advantage, "weight": weight, "prox_logp": prox, "ref_logp": ref}
     zeros = jnp.zeros_like(behaviour)
-    return PackedBatch(**rest | {k: zeros if v is None else jnp.asarray(v, jnp.float32) for k, v in fill.items()})
+    rest |= {k: zeros if v is None else jnp.asarray(v, jnp.float32) for k, v in fill.items()}
+    return PackedBatch(**rest)
 
 
 def random_batch(seed=0, shape=(3, 5)):

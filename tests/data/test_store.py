@@ -431,6 +431,15 @@ def test_a_killed_compaction_changes_nothing(store, monkeypatch):
     assert later.database.generation == "gen-000003" and later.read(5).id == "g5" and later.info().first == 5
 
 
+def test_a_killed_compaction_holds_writers_up_only_for_a_moment(store, monkeypatch):
+    monkeypatch.setattr("cuajax.data.database._PAUSE_SECONDS", 0.1)
+    store.database.transact(lambda _, head: dataclasses.replace(head, pause=True), doing="test", polite=False)
+    began = time.monotonic()
+    fill(store, 1)
+    assert time.monotonic() - began >= 0.1
+    assert not store.info().pause and cold(store).read(0).id == "g0"
+
+
 def test_a_damaged_record_is_left_behind(store):
     fill(store, 4)
     overwrite(store, keys.group(2), b"xx")

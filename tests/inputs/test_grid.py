@@ -131,6 +131,26 @@ def test_positions_of_text_image_text_image():
     assert following == 9 and pos.dtype == np.int32
 
 
+@given(st.lists(st.one_of(st.integers(1, 4), st.tuples(st.integers(1, 4), st.integers(1, 4))), max_size=6))
+@settings(max_examples=200, deadline=None)
+def test_positions_equal_a_token_by_token_walk(parts):
+    """An int is so many text tokens, a pair an image's grid."""
+    ids, grids, want, current = [], [], [], 0
+    for part in parts:
+        if isinstance(part, int):
+            ids += [7] * part
+            want += [(current + i,) * 3 for i in range(part)]
+            current += part
+        else:
+            h, w = part
+            ids += [1] * (h * w)
+            grids.append(part)
+            want += [(current, current + r, current + c) for r in range(h) for c in range(w)]
+            current += max(h, w)
+    pos, following = positions(np.array(ids, np.int32), grids, 1)
+    assert pos.T.tolist() == [list(p) for p in want] and following == current
+
+
 def test_positions_without_images_and_with_adjacent_ones():
     pos, following = positions(np.array([5, 6, 7], np.int32), [], 1)
     assert pos.tolist() == [[0, 1, 2]] * 3 and following == 3

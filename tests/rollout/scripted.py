@@ -93,10 +93,10 @@ class _Noting:
 
 
 class Faulty:
-    """A suite whose sandboxes fail: `fault(n)` returns what the n-th env call does (None: nothing)."""
+    """A suite whose sandboxes fail: `fault(n)` is what the n-th call (of those in `on`) does (None: nothing)."""
 
-    def __init__(self, suite, fault):
-        self.suite, self.fault, self.calls = suite, fault, itertools.count()
+    def __init__(self, suite, fault, *, on=("reset", "step")):
+        self.suite, self.fault, self.on, self.calls = suite, fault, on, itertools.count()
         self.name, self.families = suite.name, suite.families
         self.task = suite.task
         self.closed = self.opened = 0
@@ -108,8 +108,8 @@ class Faulty:
     async def evaluate(self, task, env: Any, last):
         return await self.suite.evaluate(task, env.env, last)
 
-    async def strike(self):
-        fault = self.fault(next(self.calls))
+    async def strike(self, call):
+        fault = self.fault(next(self.calls)) if call in self.on else None
         if fault == "hang":
             await asyncio.sleep(3600)
         if isinstance(fault, BaseException):
@@ -121,11 +121,11 @@ class _FaultyEnv:
         self.env, self.owner = env, owner
 
     async def reset(self, task):
-        await self.owner.strike()
+        await self.owner.strike("reset")
         return await self.env.reset(task)
 
     async def step(self, action):
-        await self.owner.strike()
+        await self.owner.strike("step")
         return await self.env.step(action)
 
     async def close(self):

@@ -1,4 +1,5 @@
 import asyncio
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -57,6 +58,21 @@ def test_what_was_sent_is_what_is_recorded():
         assert step.image_hashes == tuple(image.hash for image in prompt.images)
         assert all(np.array_equal(images[image.hash], image.pixels) for image in prompt.images)
         assert sampling.stop_ids == DIALECT.stop_ids and sampling.max_tokens == DIALECT.max_tokens
+
+
+def test_a_window_of_two_with_history():
+    sim = Knowing()
+    answers = [say("<x1>", "<y2>", "<move>"), say("a", "b"), say("<key:tab>"), say("<done>")]
+    harness = dataclasses.replace(HARNESS, window=2, history=True)
+    trajectory, images = run(sim, Scripted(*answers), sim.task("type", 1), harness=harness)
+    screens = [step.screen_hash for step in trajectory.steps]
+    assert [len(step.image_hashes) for step in trajectory.steps] == [1, 2, 2, 2]
+    assert trajectory.steps[2].image_hashes == trajectory.steps[1].image_hashes  # nothing new to see after a misparse
+    assert trajectory.steps[3].image_hashes == (screens[2], screens[3])
+    for n, step in enumerate(trajectory.steps):
+        past = np.concatenate([np.zeros(0, np.int32), *(a.token_ids for a in answers[:n])])
+        assert step.prompt_ids[len(step.prompt_ids) - 1 - len(past) : -1].tolist() == past.tolist()
+        assert (step.prompt_ids == 1).sum() == 16 * len(step.image_hashes) and set(step.image_hashes) <= images.keys()
 
 
 def test_a_parse_error_is_a_step_and_the_attempt_goes_on():

@@ -15,7 +15,10 @@ from cuajax.tasks.curriculum import TRAIN_SEEDS, Curriculum, fold, initial
 from tests.rollout.scripted import HARNESS, Faulty, Knowing, Memory, Scripted, say
 
 CURRICULUM = Curriculum(("press1", "check1", "infeasible"), infeasible=("infeasible",), infeasible_share=0.25)
-PLAN = Plan(group_size=3, groups_per_update=2, max_lag=1, journal=False, reuse_envs=True, poll_seconds=0.002)
+PLAN = Plan(
+    group_size=3, groups_per_update=2, max_lag=1, journal=False, reuse_envs=True, poll_seconds=0.002,
+    replace_zero_variance=False,
+)  # fmt: skip
 
 
 def service(suite, client, store, plan=PLAN, **options):
@@ -182,10 +185,10 @@ def test_pacing_by_the_learners_record():
     rollout.stop()
 
 
-@pytest.mark.parametrize(("at", "stage"), [(0, "prepare"), (1, "env")])
-def test_the_watchdog_names_the_stage_that_stalls(at, stage):
+@pytest.mark.parametrize(("call", "stage"), [("reset", "prepare"), ("step", "env")])
+def test_the_watchdog_names_the_stage_that_stalls(call, stage):
     sim, store, stalls = Knowing(), Memory(), []
-    suite = Faulty(sim, lambda n: "hang" if n >= 12 * at else None)
+    suite = Faulty(sim, lambda n: "hang", on=(call,))
     plan = Plan(journal=False, group_size=3, groups_per_update=2, max_lag=1, stall_seconds=0.05, reuse_envs=True)
     rollout = service(suite, sim, store, plan, consumed=lambda: 0, on_stall=stalls.append)
     rollout.start()
@@ -250,6 +253,28 @@ def test_a_journal_needs_a_store():
     rollout.start()
     with pytest.raises(TypeError, match="not a Memory"):
         rollout.stop()
+
+
+def test_groups_nobody_trains_on_do_not_hold_new_ones_back():
+    """A learner that reads in whole batches of varied groups must never wait for a service that waits for it."""
+    plan = dataclasses.replace(PLAN, replace_zero_variance=True, max_lag=0)
+    sim, store = Knowing(wrong=0.15), Memory()
+
+    def batches():
+        """Groups read by a learner that takes two varied groups a time, dropping the others on the way."""
+        varied = [i for i, d in enumerate(store.all_deltas) if d["varied"]]
+        return varied[len(varied) // 2 * 2 - 1] + 1 if len(varied) > 1 else 0
+
+    rollout = service(sim, sim, store, plan, consumed=batches)
+    rollout.start()
+    until(lambda: sum(d["varied"] for d in store.all_deltas) >= 8)
+    rollout.stop()
+    assert sum(not d["varied"] for d in store.all_deltas) > 8
+    again = service(Knowing(), sim, store, plan, consumed=lambda: 0)
+    again.start()
+    until(lambda: again.snapshot()["live"] == 0 and again.curriculum_state["units"])
+    again.stop()
+    assert again.snapshot()["ready"] == sum(d["varied"] for d in store.all_deltas)
 
 
 def test_plan_is_checked():

@@ -25,12 +25,12 @@ def forward_logprobs(world: World, prompt: Prompt, tokens: np.ndarray, length: i
     positions = np.zeros((rows, 3, length), np.int32)
     index = np.full((rows, length), -1, np.int32)
     lengths = np.zeros(rows, np.int32)
-    grids = [grid.token_grid(*image.pixels.shape[:2], SPEC) for image in prompt.images]
+    grids = [grid.token_grid(image.pixels.shape[0], image.pixels.shape[1], SPEC) for image in prompt.images]
     start, after = grid.positions(prompt.token_ids, grids, world.tokenizer.image_id)
     n = len(prompt.token_ids)
     for k in range(rows):
         ids[k, : n + k] = np.concatenate([prompt.token_ids, tokens[:k]])
-        positions[k, :, : n + k] = np.concatenate([start, np.tile(after + np.arange(k), (3, 1))], 1)
+        positions[k, :, :n], positions[k, :, n : n + k] = start, after + np.arange(k)
         index[k, :n] = grid.image_index(prompt.token_ids, world.tokenizer.image_id, [0] * len(grids))
         lengths[k] = n + k
     images = [image.pixels for image in prompt.images] or [np.zeros((32, 32, 3), np.uint8)]

@@ -137,6 +137,10 @@ def test_bad_requests_fail_alone(world: World, start: Any) -> None:
         (good, Sampling(max_tokens=1, top_k=17), r"0\.\.16"),
         (good, Sampling(max_tokens=1, stop_ids=(1, 2, 3, 4, 5)), "5 stop ids"),
         (good, Sampling(max_tokens=1, stop_ids=(-1,)), "stop ids"),
+        (good, Sampling(max_tokens=1, stop_ids=[1]), "tuple"),  # type: ignore[arg-type]
+        (good, Sampling(max_tokens=1, seed=1.5), "seed"),  # type: ignore[arg-type]
+        (good, Sampling(max_tokens="1"), "not a request"),  # type: ignore[arg-type]
+        (Prompt([40, 41]), Sampling(max_tokens=1), "not a request"),  # type: ignore[arg-type]
     ]
     scheduler = start()
     items = [(p, s) for p, s, _ in bad] + [(good, Sampling(max_tokens=2, seed=1))]

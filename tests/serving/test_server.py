@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import datetime
-import importlib.util
+import shutil
 import socket
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -115,8 +115,13 @@ def test_remote_is_local(world: World, serve: Any) -> None:
 def test_bad_items_fail_alone(world: World, serve: Any) -> None:
     ids = world.prompt(0).token_ids
     lie = Prompt(ids, (Image("x", np.zeros((4096, 4096, 3), np.uint8)),))
+    address = serve().address
+    unsendable = Sampling(max_tokens=2, seed=1 << 70)
+    bad, good = remote(address, [(world.prompt(0), unsendable), (world.prompt(0), Sampling(max_tokens=2))])
+    assert isinstance(bad, InvalidRequest)
+    assert isinstance(good, Completion)
     *bad, good = remote(
-        serve().address,
+        address,
         [
             (Prompt(np.full(2000, 40, np.int32)), Sampling(max_tokens=2)),
             (Prompt(ids.astype(np.float64)), Sampling(max_tokens=2)),
@@ -157,6 +162,22 @@ def test_malformed_bytes_kill_nothing(world: World, serve: Any) -> None:
             codes.add(error.code())  # type: ignore[attr-defined]
     assert codes <= {grpc.StatusCode.INVALID_ARGUMENT}
     assert isinstance(remote(server.address, [(prompt, Sampling(max_tokens=2))])[0], Completion)
+
+
+def test_closing_a_client_fails_what_is_left(world: World, serve: Any, start: Any) -> None:
+    engine = Gated(world.engine)
+    server = serve(start(engine))
+
+    async def run() -> Any:
+        client = GrpcClient(server.address)
+        task = asyncio.create_task(client.generate(world.prompt(0), Sampling(max_tokens=6)))
+        await asyncio.sleep(0.1)
+        await client.close()
+        return await asyncio.gather(task, return_exceptions=True)
+
+    assert isinstance(asyncio.run(run())[0], Unavailable)
+    engine.open()
+    until(lambda: server.scheduler.snapshot()["slots_free"] == 8)
 
 
 def test_one_call_a_tick(world: World, serve: Any) -> None:
@@ -256,41 +277,16 @@ def test_a_token_guards_every_method(world: World, serve: Any, start: Any) -> No
             assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED  # type: ignore[attr-defined]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("cryptography") is None, reason="makes a certificate with cryptography")
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
 def test_tls(world: World, serve: Any, tmp_path: Path) -> None:
-    certificate, key = self_signed()
-    (tmp_path / "c.pem").write_bytes(certificate)
-    (tmp_path / "k.pem").write_bytes(key)
-    server = serve(address="localhost:0", token="t", tls=(str(tmp_path / "c.pem"), str(tmp_path / "k.pem")))
-    item = (world.prompt(0), Sampling(max_tokens=2))
-    assert isinstance(remote(server.address, [item], token="t", root_certificate=certificate)[0], Completion)
+    certificate, key = str(tmp_path / "c.pem"), str(tmp_path / "k.pem")
+    made = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
+    name = ["-addext", "subjectAltName=DNS:localhost", "-keyout", key, "-out", certificate]
+    subprocess.run(["openssl", *made.split(), *name], check=True, capture_output=True)
+    server = serve(address="localhost:0", token="t", tls=(certificate, key))
+    item, root = (world.prompt(0), Sampling(max_tokens=2)), Path(certificate).read_bytes()
+    assert isinstance(remote(server.address, [item], token="t", root_certificate=root)[0], Completion)
     assert isinstance(remote(server.address, [item], token="t", retries=0)[0], Unavailable)
-
-
-def self_signed() -> tuple[bytes, bytes]:
-    """A certificate for localhost and its key, PEM."""
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.x509.oid import NameOID
-
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
-    now = datetime.datetime.now(datetime.UTC)
-    built = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(1)
-        .not_valid_before(now - datetime.timedelta(1))
-        .not_valid_after(now + datetime.timedelta(1))
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
-        .sign(key, hashes.SHA256())
-    )
-    plain = serialization.NoEncryption()
-    form = serialization.PrivateFormat.TraditionalOpenSSL
-    return built.public_bytes(serialization.Encoding.PEM), key.private_bytes(serialization.Encoding.PEM, form, plain)
 
 
 def test_a_restarted_server_is_found_again(world: World, start: Any) -> None:

@@ -117,7 +117,8 @@ def test_delta_counts_invalid_apart():
     task = Task("sim/a/7", "sim", "a", "x")
     outcomes: list[Any] = ["success", "failure", "invalid", "success"]
     group = Group("g", task, tuple(Trajectory(str(i), task.id, "g", i, (), Outcome(o)) for i, o in enumerate(outcomes)))
-    assert delta(group, "a", 7) == {"family": "a", "seed": 7, "passed": 2, "valid": 3, "invalid": 1}
+    counts = {"passed": 2, "valid": 3, "invalid": 1, "varied": False}
+    assert delta(group, "a", 7) == {"family": "a", "seed": 7, **counts}
 
 
 @pytest.mark.parametrize(

@@ -25,11 +25,13 @@ IMAGE_ID, VOCAB, SIDE = 1, 128, 32
 IMAGE = ImageSpec(min_pixels=SIDE * SIDE, max_pixels=SIDE * SIDE)
 TOKENS = (SIDE // 16) ** 2
 
+
 # Keeps the gradient as its state, so that the real step hands it out as it is.
-KEEP = optax.GradientTransformation(
-    init=lambda params: jax.tree.map(jnp.zeros_like, params),
-    update=lambda grads, old, params=None: (jax.tree.map(jnp.zeros_like, grads), grads),
-)
+def _keep(updates, state, params=None):
+    return jax.tree.map(jnp.zeros_like, updates), updates
+
+
+KEEP = optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), _keep)
 
 
 def config():

@@ -1,5 +1,7 @@
 """Schedules, AdamW against hand numbers, and what Muon orthogonalises."""
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -7,8 +9,12 @@ import pytest
 from cuajax.train.optimizer import make_optimizer, make_schedule, matrix_axes, muon_dimensions
 
 
+def first_update(tx, grads, params) -> Any:
+    return tx.update(grads, tx.init(params), params)[0]
+
+
 def curve(steps, **more):
-    schedule = make_schedule(1.0, **more)
+    schedule: Any = make_schedule(1.0, **more)
     return [float(schedule(i)) for i in steps]
 
 
@@ -31,7 +37,7 @@ def test_adamw_golden():
     params = {"matrix": jnp.full((2, 2), 3.0), "stacked_norm": jnp.full((2, 2), 3.0)}
     grads = {"matrix": jnp.array([[1.0, -1], [2, -2]]), "stacked_norm": jnp.array([[1.0, -1], [2, -2]])}
     tx = make_optimizer(0.1, axes=axes, weight_decay=0.01, clip_norm=0.0)
-    updates, _ = tx.update(grads, tx.init(params), params)
+    updates = first_update(tx, grads, params)
     sign = np.array([[1, -1], [1, -1]])
     np.testing.assert_allclose(updates["matrix"], -0.1 * sign - 0.1 * 0.01 * 3, rtol=1e-5)
     np.testing.assert_allclose(updates["stacked_norm"], -0.1 * sign, rtol=1e-5)
@@ -40,7 +46,7 @@ def test_adamw_golden():
 def test_clip_is_by_global_norm():
     params = {"a": jnp.zeros(1), "b": jnp.zeros(1)}
     tx = make_optimizer(1.0, clip_norm=1.0, betas=(0.0, 0.0), eps=1e6)  # eps swamps the moments: update = -g / eps
-    updates, _ = tx.update({"a": jnp.array([3.0]), "b": jnp.array([4.0])}, tx.init(params), params)
+    updates = first_update(tx, {"a": jnp.array([3.0]), "b": jnp.array([4.0])}, params)
     assert float(updates["a"][0]) * -1e6 == pytest.approx(0.6, rel=1e-4)
     assert float(updates["b"][0]) * -1e6 == pytest.approx(0.8, rel=1e-4)
 
@@ -77,13 +83,13 @@ def test_muon_orthogonalises_each_layer_of_a_stack_alone():
     grads = {"q": jnp.asarray(rng.normal(size=(3, 16, 2, 4)), jnp.float32), "norm": jnp.ones((3, 16))}
     grads["q"] = grads["q"].at[1].multiply(1e3)  # one layer's size must not reach another's update
     tx = make_optimizer(1.0, name="muon", axes=axes, clip_norm=0.0)
-    updates, _ = tx.update(grads, tx.init(params), params)
+    updates = first_update(tx, grads, params)
     values = np.linalg.svd(np.asarray(updates["q"]).reshape(3, 16, 8), compute_uv=False) / (0.2 * 4)
     assert (values > 0.5).all()
     assert (values < 1.5).all()
     alone = {k: v[:1] for k, v in grads.items()}
     small = {k: v[:1] for k, v in params.items()}
-    only, _ = tx.update(alone, tx.init(small), small)
+    only = first_update(tx, alone, small)
     np.testing.assert_allclose(only["q"][0], updates["q"][0], rtol=1e-4, atol=1e-5)
 
 
@@ -92,7 +98,7 @@ def test_muon_steps_are_the_size_of_adams():
     axes, params = {"w": ("embed", "ffn")}, {"w": jnp.zeros((64, 128))}
     grads = {"w": jnp.asarray(rng.normal(size=(64, 128)), jnp.float32)}
     tx = make_optimizer(1.0, name="muon", axes=axes)
-    updates, _ = tx.update(grads, tx.init(params), params)
+    updates = first_update(tx, grads, params)
     assert 0.1 < float(jnp.sqrt(jnp.mean(updates["w"] ** 2))) < 0.3
 
 

@@ -1,0 +1,46 @@
+"""Trains the run of a directory with each group's verdicts shuffled among its attempts: a control, not a program.
+
+    python -m tests.bench._shuffled RUN_DIR
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from cuajax import program
+from cuajax.types import Credit, Group
+from tests.bench import _runs
+
+
+def shuffled(group: Group) -> Group:
+    """The group with the outcomes of its valid attempts permuted; the same permutation whenever it is read."""
+    outcomes = [t.outcome for t in group.valid]
+    random.Random(group.id).shuffle(outcomes)
+    mixed = iter(outcomes)
+    return replace(group, trajectories=tuple(
+        t if t.outcome.status == "invalid" else replace(t, outcome=next(mixed)) for t in group.trajectories
+    ))  # fmt: skip
+
+
+def blind(credit: Callable[[Group], Credit]) -> Callable[[Group], Credit]:
+    """A credit function that is told who did what, but not how it ended."""
+    return lambda group: credit(shuffled(group))
+
+
+def main(run_dir: str) -> Any:
+    config = program.load_resolved(run_dir)
+    sys.path.insert(0, str(_runs.LAUNCH))
+    import parts
+    import train
+
+    credit = parts.credit
+    parts.credit = lambda given: blind(credit(given))
+    return train.main(config, run_dir)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
