@@ -41,6 +41,8 @@ LIMITS: dict[str, tuple[float, float]] = {
     "train.fsdp": (1, 1 << 16),
     "train.tensor": (1, 1 << 16),
     "checkpoint.keep": (1, 1 << 16),
+    "episodes": (1, 1 << 15),
+    "samples": (1, 1 << 10),
 }
 
 
@@ -97,16 +99,17 @@ def warmup(**changes: Any) -> Settings:
     return section("warmup", dict(
         steps=0,  # most updates of phase 1; 0: no warm-up
         second_steps=0,
-        gate=0.95,  # held-out single decisions answered rightly
+        transition=0.75,  # grounding from which the learning rate falls
+        gate=0.95,  # grounding (held-out single decisions answered rightly) that ends phase 1
         check_every=50,
         screens=32,  # an update
-        per_screen=6,  # instructions a screen
-        read=0.3,  # share of questions about a place of the screen
+        per_screen=8,  # instructions a screen
+        sparse_steps=400,  # updates over which screens fill up
+        read=0.0,  # share of questions about a place of the screen
         absent=0.12,  # share of instructions that name what is not there
-        decay_from=450,  # update at which the learning rate starts to fall
-        decay_over=600,  # updates it takes to reach 30 %
-        second_rate=0.6,  # learning rate of phase 2 at its start, as a share
-        optimizer=dict(name="muon", learning_rate=4e-3, betas=(0.9, 0.98), weight_decay=1e-4, clip_norm=1.0),
+        decay_over=400,  # updates from the full learning rate to 30 %
+        second_rate=0.6,  # learning rate at the start of phase 2, as a share
+        optimizer=dict(name="muon", learning_rate=6e-3, betas=(0.9, 0.98), weight_decay=1e-4, clip_norm=1.0),
         pack=dict(length=96, loss_tokens=64, images_per_row=2, rows=20),
     ), changes)  # fmt: skip
 
@@ -232,6 +235,18 @@ def checkpoint(**changes: Any) -> Settings:
     return section("checkpoint", dict(every=50, keep=2, keep_best=1), changes)
 
 
+def scoring(**changes: Any) -> Settings:
+    """What launch/evaluate.py scores: a whole config, not a section."""
+    return section("", dict(
+        run="",  # run directory
+        step="best",  # best | latest | an update
+        episodes=512,  # held-out tasks
+        seed=0,  # chooses them
+        sampled=False,  # at the temperature of training attempts; else greedy
+        samples=1,  # attempts at each task: pass@k and pass^k
+    ), changes)  # fmt: skip
+
+
 def experiment(name: str, *, seed: int = 0, **sections: Settings) -> Settings:
     """A whole locked experiment. `sections` replace or add rooms; an experiment names its `algo` at least."""
     made = ConfigDict(dict(name=name, seed=seed, **sections))
@@ -242,6 +257,25 @@ def experiment(name: str, *, seed: int = 0, **sections: Settings) -> Settings:
         if room not in made:
             made[room] = fragment()
     return made.lock()
+
+
+DESKTOP = (
+    "check2", "check3", "type", "drop", "tabcheck", "typecheck", "droptype", "radiocheck", "order3", "infeasible",
+)  # fmt: skip
+
+
+def desktop(name: str, *, seed: int = 0, **sections: Settings) -> Settings:
+    """An experiment on the embedded desktop: its ten families, a warm-up on single decisions, then 300 updates.
+
+    `sections` replace these or add to them.
+    """
+    shared = dict(
+        suite=suite(families=DESKTOP, infeasible=("infeasible",)),
+        warmup=warmup(steps=900, second_steps=250),
+        train=train(updates=300),
+        eval=evaluation(every=50),
+    )
+    return experiment(name, seed=seed, **{**shared, **sections})
 
 
 def shrink(made: Settings) -> Settings:

@@ -19,9 +19,14 @@ class WireError(ValueError):
     """Bytes that are not what they should be."""
 
 
+@functools.cache  # `dtype.name` is computed anew at each use
+def _dtype_name(dtype: np.dtype) -> str:
+    return dtype.name
+
+
 def _enc(value: Any) -> Any:
     if isinstance(value, np.ndarray):
-        return (value.dtype.name, value.shape, np.ascontiguousarray(value).tobytes())
+        return (_dtype_name(value.dtype), value.shape, np.ascontiguousarray(value).tobytes())
     if isinstance(value, np.generic):
         return value.item()
     raise NotImplementedError(f"cannot encode {type(value).__name__}")

@@ -122,67 +122,6 @@ class Learner:
         return batch if self.mesh is None else sharding.place(batch, self.mesh)
 
 
-# ------------------------------------------------------------------------------------------------ supervised
-def warm_up(
-    config: Settings, harness: Harness, params: Any, *, learner: Learner, connect: parts.Connect, publish: Any,
-    writer: Writer,
-) -> Any:  # fmt: skip
-    """Single decisions until grounding reaches the gate, then instructions of two clauses; returns the parameters."""
-    import jax
-
-    from cuajax.data.pipeline import supervised
-
-    w = config.warmup
-    rate = _WarmupRate(w)
-    rule = optimizer.make_optimizer(
-        rate, name=w.optimizer.name, axes=learner.axes, clip_norm=w.optimizer.clip_norm,
-        weight_decay=w.optimizer.weight_decay, betas=tuple(w.optimizer.betas),
-    )  # fmt: skip
-    now = learner.begin(params, rule)
-    train = learner.train_step(surrogate.sft_loss, rule)
-    held, spec = parts.grounding_set(config, harness), parts.pack_spec(harness, config, w.pack)
-    line = ProgressLine(w.steps + w.second_steps, label="warm-up", shown={"grounding": "grounding", "loss": "nll"})
-    done, reached = 0, 0.0
-    with line:
-        for phase, limit in ((1, w.steps), (2, w.second_steps)):
-            make = functools.partial(_single, config, harness, phase)
-            batches = iter(supervised(make, spec=spec, seed=config.seed, steps=limit, prefetch=2))
-            for i, (batch, _) in enumerate(batches, 1):
-                now, report = train(now, learner.place(batch))
-                done += 1
-                row: dict[str, Any] = {}
-                if i % w.check_every == 0 or i == limit:
-                    publish(now.params)
-                    reached = parts.grounding(connect, harness, held)
-                    row = {"grounding": reached, "nll": surrogate.summary(report)["nll"]}
-                    writer.write(0, {"warmup/step": done, "warmup/phase": phase} | {f"warmup/{k}": v for k, v in row.items()})
-                line.update(done, row)
-                if phase == 1 and row and reached >= w.gate:
-                    break
-            batches.close()
-            if phase == 1 and reached < w.gate:
-                log.warning("warm-up ends at grounding %.3f, the gate is %.3f (%d updates)", reached, w.gate, done)
-    return jax.block_until_ready(now.params)
-
-
-def _single(config: Settings, harness: Harness, phase: int, seed: int, step: int) -> Any:
-    return parts.single_decisions(config, harness, phase=phase, seed=seed, step=step)
-
-
-class _WarmupRate:
-    """Learning rate by update: constant, then down to 30 % over phase 1; phase 2 starts lower and ends near 0."""
-
-    def __init__(self, w: Settings) -> None:
-        self._w = w
-
-    def __call__(self, count: Any) -> Any:
-        import jax.numpy as jnp
-
-        w = self._w
-        up = jnp.minimum(1.0, (count + 1) / 30)
-        return w.optimizer.learning_rate * up * jnp.clip(1 - (count - w.decay_from) / w.decay_over, 0.3, 1.0)
-
-
 # ------------------------------------------------------------------------------------------------------ actors
 def next_batch(batches: Iterator, actors: Any, preemption: Any, *, store: Any, waiting: Callable[[], None]) -> tuple[Any, Any]:
     """The next packed batch, or (None, {}) when told to stop or at the end of experience.
@@ -300,8 +239,8 @@ def save(checkpoints: Any, store: Any, now: Any, cursor: Mapping[str, Any], *, r
         int(cursor["update"]), params=params, opt=rest, data=dict(cursor), version=int(cursor["version"]),
         config=cursor["config"], metrics={} if success is None else {"success": success},
     )  # fmt: skip
-    if "pipeline" in cursor:
-        store.retain(int(cursor["pipeline"]["seq"]))
+    if needed := [int(c["pipeline"]["seq"]) if "pipeline" in c else 0 for c in checkpoints.cursors()]:
+        store.retain(min(needed))  # what any checkpoint on disk may still have to read; the one in flight is later
 
 
 def keep_start(run_dir: Path, store: Any, now: Any, cursor: Mapping[str, Any], *, reference: Any = None) -> None:

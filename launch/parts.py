@@ -254,8 +254,8 @@ def buckets(config: Settings, made: Harness) -> Any:
 
 # ------------------------------------------------------------------------------------------- supervised warm-up
 def mix(config: Settings, step: int, clauses: int) -> Mix:
-    """Phase 1 begins on nearly empty screens; phase 2 shows full ones."""
-    sparse = max(0.0, 1.0 - step / (2 * config.warmup.decay_from)) if clauses == 1 else 0.2
+    """Phase 1 begins on nearly empty screens: with few widgets the right one is found soon. Phase 2 shows full ones."""
+    sparse = min(1.0, max(0.0, 1.2 - step / config.warmup.sparse_steps)) if clauses == 1 else 0.2
     return Mix(read=config.warmup.read, absent=config.warmup.absent, two=0.6, sparse=sparse, bins=config.agent.bins)
 
 
@@ -347,7 +347,7 @@ def evaluation_row(scored: Mapping[str, Any]) -> dict[str, Any]:
     return row | {f"eval/family/{family}": value for family, value in scored["families"].items()}
 
 
-def wilson(successes: int, count: int, *, z: float = 1.96) -> tuple[float, float]:
+def wilson(successes: float, count: float, *, z: float = 1.96) -> tuple[float, float]:
     """Wilson's interval of a proportion (95 % at z = 1.96); (0, 1) without trials."""
     if not count:
         return 0.0, 1.0

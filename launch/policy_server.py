@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import parts
 
 from cuajax.agent.harness import Harness
 from cuajax.config import ConfigError, Settings
-from cuajax.serving.client import EngineFault, GrpcClient, LocalClient, PolicyError, Unavailable
+from cuajax.serving.client import EngineFault, GrpcClient, LocalClient, Unavailable
 from cuajax.types import Completion, Prompt, Sampling
 
 ENDPOINT = "policy_server.json"  # in the run directory: where its policy server listens
@@ -221,9 +222,53 @@ def join(address: str, run_dir: Path, *, mode: str = "drain", patience: float = 
     )
 
 
-# ---------------------------------------------------------------------------------------- where it listens
+# ---------------------------------------------------------------------------- what it serves, where it listens
+def checkpoint(run_dir: Path, cfg: Any, *, step: str) -> tuple[Any, dict[str, Any]]:
+    """(params, meta) of a run's "best" or "latest" checkpoint, or that of an update. Raises ConfigError."""
+    import jax
+
+    from cuajax.checkpoint import CheckpointError, Checkpoints
+    from cuajax.models import policy
+
+    if step not in ("best", "latest") and not step.isdecimal():
+        raise ConfigError(f"step is {step!r}; choices: best, latest, or the number of an update")
+    abstract = jax.eval_shape(lambda: policy.init(jax.random.key(0), cfg))
+    try:
+        kept = Checkpoints(run_dir / "checkpoints", metric="success", read_only=True)
+        number = int(step) if step.isdecimal() else kept.best() if step == "best" else kept.latest()
+        found = kept.restore_params(abstract, step=kept.latest() if number is None else number)
+        kept.close()
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error
+    return found
+
+
+def newest(run_dir: Path, cfg: Any, *, seed: int) -> tuple[Any, int]:
+    """(params, version) of a run's newest checkpoint, or those of `seed` and 0 where there is none yet.
+
+    A checkpoint keeps the number its parameters were published under: the learner, which may be further, publishes
+    again when it sees that. Raises ConfigError.
+    """
+    import jax
+
+    from cuajax.checkpoint import MARKER, Checkpoints
+    from cuajax.models import policy
+
+    if (run_dir / "checkpoints" / MARKER).is_file():
+        kept = Checkpoints(run_dir / "checkpoints", read_only=True)
+        begun = kept.latest() is not None
+        kept.close()
+        if begun:
+            params, meta = checkpoint(run_dir, cfg, step="latest")
+            return params, int(meta["version"])
+    return policy.init(jax.random.key(seed), cfg), 0
+
+
 def advertise(run_dir: Path, address: str) -> None:
     """Writes where the run's policy server listens."""
+    host, _, port = address.rpartition(":")
+    if host in ("0.0.0.0", "[::]"):  # every interface of this machine: others know it by its name
+        address = f"{socket.gethostname()}:{port}"
     draft = run_dir / f".{ENDPOINT}.{os.getpid()}"
     draft.write_text(json.dumps({"address": address, "pid": os.getpid()}))
     draft.replace(run_dir / ENDPOINT)

@@ -6,7 +6,6 @@ The same command continues a stopped run. Hops 1-6 of a trajectory (task to stor
 threads beside the learner or in processes of their own (launch/rollout.py, launch/serve.py); hops 7-10 are this page.
 """
 
-import functools
 import sys
 import time
 
@@ -29,9 +28,11 @@ def main(config: Settings, workdir: str) -> int:
     run_dir = program.prepare_run_dir(workdir or f"runs/{config.name}", config)
     lease = parts.hold(run_dir / "experience")
     metrics.setup_logging(run_dir)
+    sys.setswitchinterval(1e-3)  # seconds; learner, server and rollouts share this process, and 5 ms is an answer's time
 
     import jax
     import learner as learning
+    import warmup
 
     from cuajax.checkpoint import Checkpoints, Preemption
     from cuajax.data.pipeline import experience, rebase
@@ -43,7 +44,7 @@ def main(config: Settings, workdir: str) -> int:
     objective, learner = learning.objective(config), learning.Learner.of(config, cfg)
     rule = learning.make_optimizer(config.optimizer, learner.axes, updates=config.train.updates * config.train.epochs)
     train_step, score = learner.train_step(objective.loss, rule), learner.score_step(rule)
-    state = learner.begin(policy.init(jax.random.key(config.seed), cfg), rule)
+    state = learner.begin(jax.jit(policy.init, static_argnums=1)(jax.random.key(config.seed), cfg), rule)
 
     # --------------------------------------------------------------------------------------- restore or begin
     checkpoints = Checkpoints(
@@ -70,13 +71,16 @@ def main(config: Settings, workdir: str) -> int:
         serving.publish(params, number)
         return number
 
+    def renew() -> None:
+        serving.renew(state.params, version)  # a policy server that was restarted has older weights
+
     def evaluate(tasks):
         return parts.run_tasks(serving.connect, suite, tasks, harness=harness, temperature=config.eval.temperature)
 
     # ------------------------------------------------------------------------- warm-up: grounding, supervised
     if found is None:
         if config.warmup.steps:
-            params = learning.warm_up(
+            params = warmup.warm_up(
                 config, harness, state.params, learner=learner, connect=serving.connect, publish=publish, writer=writer
             )
             state = learner.begin(params, rule)
@@ -101,7 +105,7 @@ def main(config: Settings, workdir: str) -> int:
     if "pipeline" in cursor:
         batches.set_state(cursor["pipeline"] if replay else rebase(cursor["pipeline"], version))
     actors = None
-    seat = parts.hold(run_dir / "actors" / "rollout") if config.rollout.here and not replay else None
+    seat = parts.hold(run_dir / "leases" / "rollout") if config.rollout.here and not replay else None
     if seat is not None:
         actors = parts.actors(config, suite, harness, connect=serving.connect, store=store, progress=progress)
         actors.start()
@@ -111,7 +115,6 @@ def main(config: Settings, workdir: str) -> int:
     with Preemption() as preemption, metrics.ProgressLine(config.train.updates, done=start) as line:
         while update < config.train.updates and not preemption.requested and not status:
             with account.clock("wait for groups"):
-                renew = lambda: serving.renew(state.params, version)  # noqa: E731
                 batch, info = learning.next_batch(batches, actors, preemption, store=store, waiting=renew)
             if batch is None:
                 break

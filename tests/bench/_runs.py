@@ -1,4 +1,4 @@
-"""What the benchmarks of whole runs share: reading a run directory, serving its policy, running a program to its end."""
+"""What the benchmarks of whole runs share: reading a run directory, serving its policy, running a program."""
 
 from __future__ import annotations
 
@@ -172,7 +172,8 @@ def tail(run_dir: Path, lines: int = 5) -> str:
 def machine() -> str:
     """Cores, processor kind and versions: a number without them is not a number."""
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "numpy"))
-    return f"{os.cpu_count()} cores {platform.machine()}, {platform.system()}, Python {platform.python_version()}, {versions}"
+    where = f"{os.cpu_count()} cores {platform.machine()}, {platform.system()}"
+    return f"{where}, Python {platform.python_version()}, {versions}"
 
 
 def rounded(value: Any, digits: int = 4) -> Any:

@@ -1,6 +1,6 @@
 """Trains the run of a directory with each group's verdicts shuffled among its attempts: a control, not a program.
 
-    python -m tests.bench._shuffled RUN_DIR
+python -m tests.bench._shuffled RUN_DIR
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ def blind(credit: Callable[[Group], Credit]) -> Callable[[Group], Credit]:
 
 
 def main(run_dir: str) -> Any:
-    config = program.load_resolved(run_dir)
     sys.path.insert(0, str(_runs.LAUNCH))
     import parts
     import train
+
+    config = program.load_resolved(run_dir)
 
     credit = parts.credit
     parts.credit = lambda given: blind(credit(given))

@@ -95,5 +95,14 @@ def main(argv: list[str]) -> dict:
     intervals = {k: parts.wilson(round(v * len(tasks)), len(tasks)) for k, v in told.items()}
     invalid = sum(one["invalid"] for one in found.values())
     families = {name: one["families"] for name, one in found.items()}
-    return _runs.rounded({**told, "ci95": intervals, "tasks": len(tasks), "invalid": invalid, "checkpoint": step,
-                          "infeasible_share": sum(not t.feasible for t in tasks) / len(tasks), "families": families})
+    return _runs.rounded(
+        {
+            **told,
+            "ci95": intervals,
+            "tasks": len(tasks),
+            "invalid": invalid,
+            "checkpoint": step,
+            "infeasible_share": sum(not t.feasible for t in tasks) / len(tasks),
+            "families": families,
+        }
+    )

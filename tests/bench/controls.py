@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from cuajax import metrics, program
+from cuajax.config import Settings
 from tests.bench import _runs
 from tests.bench._runs import Run
 
 MOST = 0.05  # gain that shuffled rewards may show
-LEAST_RATE = 0.05  # share of the warm-up's learning rate that more warm-up ends with
 
 
 # ------------------------------------------------------------------------------------------ rewards without meaning
@@ -82,63 +82,41 @@ def more_warmup(run: Run, root: Path, *, seconds: float) -> dict[str, Any]:
 
 
 def _supervise(run: Run, params: Any, *, learner: Any, seconds: float) -> tuple[Any, int, float]:
-    """(parameters, updates, seconds) of more phase-2 updates: fresh data, a fresh optimizer, a rate that falls."""
+    """(parameters, updates, seconds) of phase 2 once more, on fresh data, its learning rate falling by the clock."""
     import jax
-    import learner as learning
+    import jax.numpy as jnp
     import parts
+    import warmup
 
     from cuajax.algorithms import surrogate
     from cuajax.data.pipeline import supervised
-    from cuajax.train import optimizer
 
-    config, w = run.config, run.config.warmup
-    rate = _FallingRate(0.3 * w.optimizer.learning_rate, over=seconds / _pace(run))
-    rule = optimizer.make_optimizer(
-        rate, name=w.optimizer.name, axes=learner.axes, clip_norm=w.optimizer.clip_norm,
-        weight_decay=w.optimizer.weight_decay, betas=tuple(w.optimizer.betas),
-    )  # fmt: skip
+    config, w, harness = run.config, run.config.warmup, parts.harness(run.config)
+    rule = warmup.rule(config, learner.axes)
     now, train = learner.begin(params, rule), learner.train_step(surrogate.sft_loss, rule)
-    harness = parts.harness(config)
-    make = functools.partial(_fresh, functools.partial(learning._single, config, harness, 2), w.second_steps)
-    spec = parts.pack_spec(harness, config, w.pack)
-    batches = iter(supervised(make, spec=spec, seed=config.seed, steps=None, prefetch=2))
-    updates, began = 0, time.monotonic()
+    make = functools.partial(_fresh, config, harness)
+    batches = iter(supervised(make, spec=parts.pack_spec(harness, config, w.pack), seed=config.seed, prefetch=2))
+    updates, began, spent = 0, time.monotonic(), 0.0
     with metrics.ProgressLine(round(seconds), label="second", shown={"updates": "updates", "loss": "nll"}) as line:
-        while (spent := time.monotonic() - began) < seconds:
+        while spent < seconds:
+            share = w.second_rate + (0.1 - w.second_rate) * spent / seconds
+            speed = w.optimizer.learning_rate * share * min(1.0, (updates + 1) / warmup.RAMP)
+            now.opt_state.hyperparams["learning_rate"] = jnp.float32(speed)
             now, report = train(now, learner.place(next(batches)[0]))
             updates += 1
+            line.update(int(spent), {"updates": updates, "nll": surrogate.summary(report)["nll"]})  # waits for it
             if updates == 1:
-                jax.block_until_ready(now.params)
                 began = time.monotonic()  # compiling is not warm-up
-            line.update(int(spent), {"updates": updates, "nll": surrogate.summary(report)["nll"]})
-    jax.block_until_ready(now.params)
+            spent = time.monotonic() - began
     batches.close()
-    return now.params, updates, time.monotonic() - began
+    return jax.block_until_ready(now.params), updates, spent
 
 
-def _fresh(make: Any, first: int, seed: int, step: int) -> Any:
-    """Data of updates the run's own warm-up did not make."""
-    return make(seed, first + step)
+def _fresh(config: Settings, harness: Any, seed: int, step: int) -> Any:
+    """Samples of an update that the run's own warm-up did not make."""
+    import parts
 
-
-class _FallingRate:
-    """From the rate the warm-up ended with down to a small one over `over` updates, after 30 that go up."""
-
-    def __init__(self, peak: float, *, over: float) -> None:
-        self._peak, self._over, self._least = peak, max(1.0, over), LEAST_RATE / 0.3
-
-    def __call__(self, count: Any) -> Any:
-        import jax.numpy as jnp
-
-        up = jnp.minimum(1.0, (count + 1) / 30)
-        return self._peak * up * jnp.clip(1.0 - count / self._over, self._least, 1.0)
-
-
-def _pace(run: Run) -> float:
-    """Seconds of one warm-up update, as the run's own rows tell."""
-    checks = [(row["warmup/step"], row["time"]) for row in run.rows if "warmup/step" in row]
-    (first, begin), (last, end) = checks[0], checks[-1]
-    return (end - begin) / (last - first) if last > first else 1.0
+    return parts.single_decisions(config, harness, phase=2, seed=seed, step=config.warmup.second_steps + step)
 
 
 # --------------------------------------------------------------------------------------------------------- report

@@ -97,7 +97,9 @@ def report(run: Run, rows: Sequence[Row]) -> dict[str, Any]:
     """Prints the tables; returns the JSON."""
     wall, found, done = walls(rows), stages(rows), rates(rows)
     print(f"{run.path}: {len(rows)} updates in {metrics.duration(wall)}; {_runs.machine()}")
-    table = [(role, stage, seconds, f"{seconds / wall:.1%}") for role, s in found.items() for stage, seconds in s.items()]
+    table = [
+        (role, stage, seconds, f"{seconds / wall:.1%}") for role, s in found.items() for stage, seconds in s.items()
+    ]
     table += [(role, "all", sum(s.values()), f"{sum(s.values()) / wall:.1%}") for role, s in found.items()]
     order = {role: place for place, role in enumerate(found)}
     table.sort(key=lambda line: (order[line[0]], line[1] == "all"))

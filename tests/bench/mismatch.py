@@ -111,4 +111,7 @@ def main(argv: list[str]) -> dict:
     rows = [(name, f"{value:.3g}" if isinstance(value, float) else str(value)) for name, value in told.items()]
     metrics.print_table("|logp(trainer) - logp(sampler)|, fp32, lag 0", ("what", "value"), rows)
     print("within the bar" if told["max"] <= given.bar else "OVER THE BAR")
-    return {**told, "p50": float(p50), "p99": float(p99), "p99.9": float(p999)} | {"ok": told["max"] <= given.bar, "checkpoint": step}
+    return {**told, "p50": float(p50), "p99": float(p99), "p99.9": float(p999)} | {
+        "ok": told["max"] <= given.bar,
+        "checkpoint": step,
+    }

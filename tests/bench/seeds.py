@@ -107,14 +107,14 @@ def disjoint(run: Run) -> dict[str, Any]:
     }  # fmt: skip
 
 
-SUCCESS = ("run", "start", "final", "95 % interval", "worst family", "oracle length", "mean steps")
+SUCCESS = ("run", "start", "final", "95 %", "worst family", "oracle", "steps")
 COST = ("run", "warm-up s", "total s", "CPU s", "load", "tasks met", "overlap")
 
 
 def success_cells(name: str, one: dict[str, Any]) -> list[Any]:
     low, high = one["ci95"]
     worst = f"{one['worst_family']} {one['worst_family_success']:.3f}"
-    return [f"{name}-{one['seed']}", one["start"], one["final"], f"{low:.3f} .. {high:.3f}", worst,
+    return [f"{name}-{one['seed']}", one["start"], one["final"], f"{low:.2f}..{high:.2f}", worst,
             one["oracle_length"], one["mean_steps"]]  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from cuajax.types import Sample
 
 IMAGE_ID = 1
 TINY = presets.get("tiny", vocab_size=32)
-CFG = dataclasses.replace(TINY, unroll=False, decoder=dataclasses.replace(TINY.decoder, layers=2))
+CFG = dataclasses.replace(TINY, decoder=dataclasses.replace(TINY.decoder, layers=2))
 IMAGE = ImageSpec(patch=8, merge=2, position_side=8)
 
 

@@ -94,7 +94,7 @@ def _fractions(desktop: Desktop, rect: Rect | None) -> Rect | None:
 def disturb(rng: random.Random, desktop: Desktop, parts: Sequence[str], *, sparse: float = 0.0) -> None:
     """Turns a start state into one from the middle of some attempt, in place; `sparse` in [0,1] drops widgets too."""
     if sparse > 0:
-        _thin(rng, desktop, 1 - sparse * 0.9 * rng.random())
+        _thin(rng, desktop, 1 - sparse * (1 - 0.4 * rng.random()))
     kinds: dict[str, list[int]] = {}
     for i, w in enumerate(desktop.widgets):
         kinds.setdefault(w.kind, []).append(i)
