@@ -9,7 +9,7 @@ Hardware: two CPU cores, no GPU. See README.md for the minutes and the success t
 from cuajax import config
 
 FAMILIES = (
-    "check2", "check3", "type", "drop", "tabcheck", "typecheck", "droptype", "radiocheck", "order3", "infeasible",
+    "check1", "check2", "check3", "type", "drop", "tabcheck", "typecheck", "droptype", "radiocheck", "order3", "infeasible",
 )  # fmt: skip
 
 
@@ -19,7 +19,7 @@ def get_config(arg: str = "") -> config.Settings:
         "stepo",
         suite=config.suite(families=FAMILIES, infeasible=("infeasible",)),
         algo=config.algo("stepo", loss=dict(entropy_coef=3e-3)),
-        warmup=config.warmup(steps=900, second_steps=250),
+        warmup=config.warmup(steps=900, second_steps=450),
         train=config.train(updates=300),
         eval=config.evaluation(every=50),
     )

@@ -10,12 +10,7 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib.util
-import os
-import re
-import traceback
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
-from types import ModuleType
 from typing import Any, TypeAlias
 
 from ml_collections import ConfigDict
@@ -102,15 +97,17 @@ def warmup(**changes: Any) -> Settings:
         transition=0.75,  # grounding from which the learning rate falls
         gate=0.95,  # grounding (held-out single decisions answered rightly) that ends phase 1
         check_every=50,
-        screens=32,  # an update
+        screens=30,  # an update
+        second_screens=26,  # an update of phase 2, whose instructions are longer
         per_screen=8,  # instructions a screen
         sparse_steps=400,  # updates over which screens fill up
         read=0.0,  # share of questions about a place of the screen
+        filler=0.6,  # share of instructions lengthened by words that say nothing
         absent=0.12,  # share of instructions that name what is not there
         decay_over=400,  # updates from the full learning rate to 30 %
         second_rate=0.6,  # learning rate at the start of phase 2, as a share
         optimizer=dict(name="muon", learning_rate=6e-3, betas=(0.9, 0.98), weight_decay=1e-4, clip_norm=1.0),
-        pack=dict(length=96, loss_tokens=64, images_per_row=2, rows=20),
+        pack=dict(length=88, loss_tokens=48, images_per_row=1, rows=32),
     ), changes)  # fmt: skip
 
 
@@ -149,7 +146,7 @@ def rollout(**changes: Any) -> Settings:
         max_lag=2,  # policy versions; older groups age out
         retries=8,  # attempts a group may repeat because the world failed
         sampling="vas",  # uniform | vas: families by 4P(1-P)
-        floor=0.15,  # least weight of a family
+        floor=0.05,  # least weight of a family
         infeasible_share=0.08,
         timeout=120.0,  # seconds of one attempt
         replay="",  # experience directory of another run to learn from instead of acting
@@ -185,7 +182,7 @@ def data(**changes: Any) -> Settings:
         length=128,  # tokens of a row
         loss_tokens=64,  # of a row
         images_per_row=4,
-        rows=32,  # of one microbatch
+        rows=40,  # of one microbatch
         merge_prefixes=True,  # False: plain packing
         prefetch=1,  # batches made ahead
         store_budget=2 << 30,  # bytes on disk before compaction
@@ -282,7 +279,7 @@ def shrink(made: Settings) -> Settings:
     """The `:debug` form: the same pages and rooms, over in under a minute."""
     return override(made, {
         "name": f"{made.name}_debug", "warmup.steps": min(made.warmup.steps, 4), "warmup.second_steps": 2,
-        "warmup.check_every": 2, "warmup.gate": 0.0, "warmup.screens": 4, "warmup.pack.rows": 4,
+        "warmup.check_every": 2, "warmup.gate": 0.0, "warmup.screens": 4, "warmup.second_screens": 4, "warmup.pack.rows": 4,
         "rollout.group_size": 4, "data.groups_per_update": 2, "data.drop_zero_variance": False, "data.rows": 8,
         "rounds.rounds": 1, "rounds.tasks": 8, "train.updates": 5, "train.publish_every": 1,
         "optimizer.warmup_steps": 1, "eval.every": 5, "eval.tasks": 10, "eval.final_tasks": 10, "eval.collapse": 0.0,
@@ -368,54 +365,6 @@ def override(config: Settings, changes: Mapping[str, Any], *, prefix: str = "") 
         with at.ignore_type():
             at[last] = value
     return config
-
-
-def _config_file(name: str | os.PathLike[str]) -> Path:
-    path = Path(name)
-    if not path.is_file():
-        found = [str(p) for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
-        raise ConfigError(f"no config file {str(path)!r}{nearest(str(path), found)}")
-    return path
-
-
-def _module(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"_config_{path.stem}", path.absolute())
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def _told(path: Path, error: BaseException) -> ConfigError:
-    """An error raised while a config file ran, as one line with its place in that file."""
-    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == path.absolute()]
-    line = error.lineno if isinstance(error, SyntaxError) else (lines[-1] if lines else 0)
-    message = str(error.args[0]) if error.args else ""
-    if unknown := re.search(r'Key "(\w+)" does not exist', message):  # what a locked ConfigDict says
-        present = re.findall(r"(\w+)\W{0,2}: ", message.split("Other fields present", 1)[-1])
-        message = f"unknown config key {unknown[1]!r}{nearest(unknown[1], present)}"
-    elif not isinstance(error, ConfigError):
-        message = f"{type(error).__name__}: {message}"
-    return ConfigError(f"{path}:{line}: {message}")
-
-
-def load(spec: str, overrides: Mapping[str, Any] | None = None) -> Settings:
-    """`FILE[:ARG]` and dotted overrides -> a locked, checked experiment. Raises ConfigError, and nothing else."""
-    name, _, arg = spec.partition(":")
-    path = _config_file(name)
-    try:
-        config = _module(path).get_config(arg)
-    except (AttributeError, TypeError, KeyError, ValueError, NameError, ImportError, SyntaxError) as error:
-        raise _told(path, error) from error
-    return check(override(config.lock(), overrides or {}))
-
-
-def load_sweep(path: str | os.PathLike[str]) -> tuple[str, list[dict[str, Any]]]:
-    """A file of configs/sweeps/ -> its base config spec `CONFIG`, and the override dicts of `get_sweep()`."""
-    module = _module(_config_file(path))
-    if not hasattr(module, "CONFIG") or not hasattr(module, "get_sweep"):
-        raise ConfigError(f"{path}: a sweep has CONFIG = 'configs/NAME.py' and get_sweep() -> list of override dicts")
-    return module.CONFIG, [dict(point) for point in module.get_sweep()]
 
 
 def check(config: Settings) -> Settings:

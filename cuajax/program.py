@@ -8,16 +8,20 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import importlib.util
 import json
 import os
+import re
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
 
 from ml_collections import ConfigDict
 
-from cuajax.config import ConfigError, Settings, leaves, load, nearest, override
+from cuajax.config import ConfigError, Settings, check, leaves, nearest, override
 
 RUN_FORMAT = 1  # of config.json in a run directory
 RUN_FILE = "config.json"
@@ -29,6 +33,55 @@ FREE_KEYS = frozenset({
 
 class RunDirError(ConfigError):
     """A run directory that cannot be used; nothing in it was changed."""
+
+
+# ------------------------------------------------------------------------------------------- config files
+def _config_file(name: str | os.PathLike[str]) -> Path:
+    path = Path(name)
+    if not path.is_file():
+        found = [str(p) for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        raise ConfigError(f"no config file {str(path)!r}{nearest(str(path), found)}")
+    return path
+
+
+def _module(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"_config_{path.stem}", path.absolute())
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _told(path: Path, error: BaseException) -> ConfigError:
+    """An error raised while a config file ran, as one line with its place in that file."""
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == path.absolute()]
+    line = error.lineno if isinstance(error, SyntaxError) else (lines[-1] if lines else 0)
+    message = str(error.args[0]) if error.args else ""
+    if unknown := re.search(r'Key "(\w+)" does not exist', message):  # what a locked ConfigDict says
+        present = re.findall(r"(\w+)\W{0,2}: ", message.split("Other fields present", 1)[-1])
+        message = f"unknown config key {unknown[1]!r}{nearest(unknown[1], present)}"
+    elif not isinstance(error, ConfigError):
+        message = f"{type(error).__name__}: {message}"
+    return ConfigError(f"{path}:{line}: {message}")
+
+
+def load(spec: str, overrides: Mapping[str, Any] | None = None) -> Settings:
+    """`FILE[:ARG]` and dotted overrides -> a locked, checked experiment. Raises ConfigError, and nothing else."""
+    name, _, arg = spec.partition(":")
+    path = _config_file(name)
+    try:
+        config = _module(path).get_config(arg)
+    except (AttributeError, TypeError, KeyError, ValueError, NameError, ImportError, SyntaxError) as error:
+        raise _told(path, error) from error
+    return check(override(config.lock(), overrides or {}))
+
+
+def load_sweep(path: str | os.PathLike[str]) -> tuple[str, list[dict[str, Any]]]:
+    """A file of configs/sweeps/ -> its base config spec `CONFIG`, and the override dicts of `get_sweep()`."""
+    module = _module(_config_file(path))
+    if not hasattr(module, "CONFIG") or not hasattr(module, "get_sweep"):
+        raise ConfigError(f"{path}: a sweep has CONFIG = 'configs/NAME.py' and get_sweep() -> list of override dicts")
+    return module.CONFIG, [dict(point) for point in module.get_sweep()]
 
 
 # --------------------------------------------------------------------------------------------- command line
@@ -203,7 +256,6 @@ def _continues(path: Path, config: Settings) -> bool:
         return True
     if entries := sum(not entry.name.startswith(f".{RUN_FILE}.") for entry in path.iterdir()):  # a killed start's draft
         raise RunDirError(
-            f"run directory {path} is occupied: {entries} entries and no {RUN_FILE}; "
-            "give an empty or a new --workdir"
+            f"run directory {path} is occupied: {entries} entries and no {RUN_FILE}; give an empty or a new --workdir"
         )
     return False

@@ -1,6 +1,6 @@
 """Score a checkpoint of a run on held-out tasks.
 
-    python launch/evaluate.py --run=DIR [--episodes=N] [--seed=S] [--sampled] [--samples=K] [--step=best|latest|N] [--json]
+    python launch/evaluate.py --run=DIR --episodes=512 --seed=1 [--sampled] [--samples=K] [--step=best|latest|N] [--json]
 
 Tasks come evenly from the run's families, at seeds no training task and no evaluation of the run itself has; another
 --seed gives other tasks. Greedy, or --sampled at the temperature of training attempts; with --samples=K also pass@k
@@ -66,7 +66,8 @@ def summary(trajectories: Sequence[Trajectory], tasks: Sequence[Any]) -> dict[st
             "families": scored["families"]}  # fmt: skip
     ks = [k for k in (2**i for i in range(11)) if k < samples] + [samples]
     pairs = {k: any_and_all(whole, samples, k) for k in ks} if samples > 1 and whole else {}
-    made |= {"pass@k": {k: v[0] for k, v in pairs.items()}, "pass^k": {k: v[1] for k, v in pairs.items()}} if pairs else {}
+    for place, name in enumerate(("pass@k", "pass^k")):
+        made |= {name: {k: v[place] for k, v in pairs.items()}} if pairs else {}
     return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in made.items()}
 
 

@@ -10,14 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import parts
-
-from cuajax.agent.harness import Harness
 from cuajax.algorithms import surrogate
 from cuajax.checkpoint import Checkpoints
 from cuajax.config import ConfigError, Settings
 from cuajax.data.pipeline import Rules
-from cuajax.metrics import Clock, ProgressLine, Writer
+from cuajax.metrics import Clock
 from cuajax.models import policy
 from cuajax.models.policy import PolicyConfig
 from cuajax.train import optimizer, sharding, state, step
@@ -123,7 +120,9 @@ class Learner:
 
 
 # ------------------------------------------------------------------------------------------------------ actors
-def next_batch(batches: Iterator, actors: Any, preemption: Any, *, store: Any, waiting: Callable[[], None]) -> tuple[Any, Any]:
+def next_batch(
+    batches: Iterator, actors: Any, preemption: Any, *, store: Any, waiting: Callable[[], None]
+) -> tuple[Any, Any]:
     """The next packed batch, or (None, {}) when told to stop or at the end of experience.
 
     `waiting` is called about once a second while there is none.
@@ -145,8 +144,10 @@ def next_batch(batches: Iterator, actors: Any, preemption: Any, *, store: Any, w
 def check_skipped(report: Mapping[str, Any], limit: int) -> None:
     """Raises Diverged after `limit` non-finite updates in a row."""
     if int(report["skipped"]) >= limit:
-        raise Diverged(f"{int(report['skipped'])} updates in a row were not finite, the limit is {limit}; the last"
-                       f" loss was {float(report['loss'])}, the gradient norm {float(report['grad_norm'])}")  # fmt: skip
+        last = f"loss {float(report['loss'])}, gradient norm {float(report['grad_norm'])}"
+        raise Diverged(
+            f"{int(report['skipped'])} updates in a row were not finite, the limit is {limit}; the last: {last}"
+        )
 
 
 # ----------------------------------------------------------------------------------------------------- account
@@ -184,8 +185,8 @@ class Account:
         row |= {f"reward/{family}": value for family, value in rewards.items()}
         row |= {f"data/{k}": v for k, v in info["counts"].items()}
         row |= {f"data/lag_{k}": v for k, v in lags.items()}
-        row |= {"rollout/staleness": sum(k * v for k, v in lags.items()) / groups, "train/version": version,
-                "rollout/reward": sum(rewards.values()) / max(1, len(rewards)), "data/pack_s": info["pack_seconds"]}  # fmt: skip
+        row |= {"rollout/staleness": sum(k * v for k, v in lags.items()) / groups, "train/version": version}
+        row |= {"rollout/reward": sum(rewards.values()) / max(1, len(rewards)), "data/pack_s": info["pack_seconds"]}
         pack = info["pack"]
         pack = pack if isinstance(pack, Mapping) else pack._asdict()
         row |= {f"pack/{k}": v for k, v in pack.items() if isinstance(v, int | float)}
@@ -202,7 +203,9 @@ class Account:
             for key, stage in _ACTOR.items():
                 self._actor.add(stage, acted.get(key, 0.0))
             row |= {f"rollout/{k}": v for k, v in acted.items() if not k.endswith("_s") and k != "reward"}
-            row["rollout/success"] = acted.get("passed", 0.0) / max(1.0, acted.get("valid", acted.get("collected", 1.0)))
+            row["rollout/success"] = acted.get("passed", 0.0) / max(
+                1.0, acted.get("valid", acted.get("collected", 1.0))
+            )
         self._since = now
         return row | self.clock.take() | self._server.take() | self._actor.take()
 

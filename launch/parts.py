@@ -106,7 +106,9 @@ def check_prompts(config: Settings, made: Harness, tasks: Sequence[Task]) -> Non
     except ValueError as error:
         raise ConfigError(f"agent.prompt_limit: {error}") from error
     if longest > max(config.serving.lengths):
-        raise ConfigError(f"a prompt takes up to {longest} tokens, serving.lengths ends at {max(config.serving.lengths)}")
+        raise ConfigError(
+            f"a prompt takes up to {longest} tokens, serving.lengths ends at {max(config.serving.lengths)}"
+        )
 
 
 def held_out(config: Settings, made: Suite, count: int, *, start: int) -> list[Task]:
@@ -222,7 +224,9 @@ def algorithm(config: Settings) -> Any:
     """The module of `config.algo.name`. Raises ConfigError on an unknown one."""
     import cuajax.algorithms as room
 
-    names = [p.stem for p in Path(room.__path__[0]).glob("*.py") if p.stem not in ("__init__", "advantages", "surrogate")]
+    names = [
+        p.stem for p in Path(room.__path__[0]).glob("*.py") if p.stem not in ("__init__", "advantages", "surrogate")
+    ]
     _one_of("algo.name", config.algo.name, sorted(names))
     return importlib.import_module(f"cuajax.algorithms.{config.algo.name}")
 
@@ -256,14 +260,16 @@ def buckets(config: Settings, made: Harness) -> Any:
 def mix(config: Settings, step: int, clauses: int) -> Mix:
     """Phase 1 begins on nearly empty screens: with few widgets the right one is found soon. Phase 2 shows full ones."""
     sparse = min(1.0, max(0.0, 1.2 - step / config.warmup.sparse_steps)) if clauses == 1 else 0.2
-    return Mix(read=config.warmup.read, absent=config.warmup.absent, two=0.6, sparse=sparse, bins=config.agent.bins)
+    w = config.warmup
+    return Mix(read=w.read, absent=w.absent, two=0.7, sparse=sparse, bins=config.agent.bins, filler=w.filler)
 
 
-def single_decisions(config: Settings, made: Harness, *, phase: int, seed: int, step: int) -> tuple[list[Sample], dict]:
+def single_decisions(config: Settings, made: Harness, seed: int, step: int, *, phase: int) -> tuple[list[Sample], dict]:
     """Supervised samples of update `step`: random screens, instructions of at most `phase` clauses. Pure."""
     w = config.warmup
+    screens = w.screens if phase == 1 else w.second_screens
     chosen = decisions(
-        random.Random(f"{seed}/{phase}/{step}"), w.screens, w.per_screen, clauses=phase,
+        random.Random(f"{seed}/{phase}/{step}"), screens, w.per_screen, clauses=phase,
         pool=tuple(f for f in config.suite.families if f not in config.suite.infeasible),
         mix=mix(config, step, phase), size=(config.suite.screen, config.suite.screen, 1),
     )  # fmt: skip

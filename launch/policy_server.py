@@ -60,9 +60,7 @@ def start(config: Settings, made: Harness, params: Any, *, cfg: Any, version: in
 
     token = os.environ.get("CUAJAX_TOKEN") or None
     try:
-        server = PolicyServer(
-            scheduler, address=address or "127.0.0.1:0", token=token, tokenizer=parts.tokenizer(made)
-        )
+        server = PolicyServer(scheduler, address=address or "127.0.0.1:0", token=token, tokenizer=parts.tokenizer(made))
         bound = server.start()
     except (ValueError, OSError) as error:
         scheduler.stop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -25,7 +26,7 @@ SHOWN = 6  # attempts replayed in the report
 def attempts(store: Store, *, head: int) -> list[tuple[Task, Trajectory]]:
     """A failed attempt from the start of the run, and successes of different families from its end."""
     chosen: list[tuple[Task, Trajectory]] = []
-    families: set[str] = set()
+    told: set[tuple[str, str]] = set()
 
     def pick(seqs: Sequence[int], status: str, most: int) -> None:
         for seq in seqs:
@@ -36,8 +37,8 @@ def attempts(store: Store, *, head: int) -> list[tuple[Task, Trajectory]]:
             except RecordError:
                 continue
             for t in group.trajectories:
-                if t.outcome.status == status and t.steps and (group.task.family, status) not in families:
-                    families.add((group.task.family, status))
+                if t.outcome.status == status and t.steps and (group.task.family, status) not in told:
+                    told.add((group.task.family, status))
                     chosen.append((group.task, t))
                     break
 
@@ -61,10 +62,11 @@ def tell(
     low, high = parts.wilson(sum(t.outcome.status == "success" for t in valid), len(valid))
     result = {
         "name": config.name, "seed": config.seed, "start": start, "final": final["success"], "ci95": [low, high],
-        "families": final["families"], "mean_steps": final["mean_steps"], "episodes": len(trajectories),
-        "warmup_seconds": before.get("seconds/total"), "seconds": seconds, "updates": rows[-1]["step"] if rows else 0,
-        "curve": held,
+        "families": final["families"], "mean_steps": final["mean_steps"], "episodes": len(valid),
+        "invalid": final["invalid"], "warmup_seconds": before.get("seconds/total"), "seconds": seconds,
+        "updates": rows[-1]["step"] if rows else 0, "target": config.train.updates, "curve": held,
     }  # fmt: skip
+    result |= {k: None for k, v in result.items() if isinstance(v, float) and math.isnan(v)}  # JSON has no NaN
     draft = run_dir / f".result.{os.getpid()}"
     draft.write_text(json.dumps(result, indent=2) + "\n")
     draft.replace(run_dir / "result.json")
@@ -73,7 +75,9 @@ def tell(
     shown = attempts(store, head=store.head())
     images, _ = store.try_images(screens.image_hashes(shown))
     harness = parts.harness(config)
-    headline = f"{config.name}: {final['success']:.1%} of {len(trajectories)} held-out tasks, greedy"
+    headline = f"{config.name}: no final evaluation"
+    if valid:
+        headline = f"{config.name}: {final['success']:.1%} of {len(valid)} held-out tasks, greedy"
     write(Report(
         title=f"cuajax · {config.name} · seed {config.seed}",
         headline=headline + (f", from {start:.1%} where reinforcement began" if start is not None else ""),

@@ -28,7 +28,9 @@ def main(config: Settings, workdir: str) -> int:
     run_dir = program.prepare_run_dir(workdir or f"runs/{config.name}", config)
     lease = parts.hold(run_dir / "experience")
     metrics.setup_logging(run_dir)
-    sys.setswitchinterval(1e-3)  # seconds; learner, server and rollouts share this process, and 5 ms is an answer's time
+    sys.setswitchinterval(
+        1e-3
+    )  # seconds; learner, server and rollouts share this process, and 5 ms is an answer's time
 
     import jax
     import learner as learning

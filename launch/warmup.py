@@ -72,7 +72,7 @@ def warm_up(
     shown = {"grounding": "warmup/grounding", "loss": "warmup/nll"}
     with ProgressLine(w.steps + w.second_steps, label="warm-up", shown=shown) as line:
         for phase, limit in ((1, w.steps), (2, w.second_steps)):
-            make = functools.partial(_make, config, harness, phase)
+            make = functools.partial(parts.single_decisions, config, harness, phase=phase)
             batches = iter(supervised(make, spec=spec, seed=config.seed, steps=limit, prefetch=2))
             for step, (batch, _) in enumerate(batches, 1):
                 speed = jnp.float32(rate(w, phase=phase, step=step, passed=passed))
@@ -92,9 +92,7 @@ def warm_up(
                     break
             batches.close()
             if phase == 1 and grounding < w.gate:
-                log.warning("phase 1 ended at grounding %.3f, below its gate of %.3f, after %d updates", grounding, w.gate, done)
+                log.warning(
+                    "phase 1 ended at grounding %.3f, below its gate of %.3f, after %d updates", grounding, w.gate, done
+                )
     return jax.block_until_ready(now.params)
-
-
-def _make(config: Settings, harness: Harness, phase: int, seed: int, step: int) -> Any:
-    return parts.single_decisions(config, harness, phase=phase, seed=seed, step=step)

@@ -73,9 +73,9 @@ def test_a_blank_screen_hides_the_screen_and_not_the_score() -> None:
     assert [task.instruction for task in ablate.wordless([SimSuite().task("type", 1)])] == [""]
 
 
-def _row(step: int, **seconds: float) -> dict:
+def _row(update: int, **seconds: float) -> dict:
     stages = {f"seconds/learner/{stage}": spent for stage, spent in seconds.items()}
-    return {"step": step, "rate/updates": 0.5, "rate/tokens": 100.0, "data/read": 4, "data/pack_s": 0.5} | stages
+    return {"step": update, "rate/updates": 0.5, "rate/tokens": 100.0, "data/read": 4, "data/pack_s": 0.5} | stages
 
 
 def test_books_of_the_wall_clock_balance_or_are_told() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cuajax import config
+from cuajax import config, program
 from cuajax.config import ConfigError
 
 GOOD = """
@@ -34,7 +34,7 @@ def file(tmp_path: Path) -> str:
 
 
 def test_a_file_its_argument_and_overrides(file: str) -> None:
-    made = config.load(f"{file}:debug,seed=4", {"optimizer.learning_rate": "1", "suite.families": "a,c"})
+    made = program.load(f"{file}:debug,seed=4", {"optimizer.learning_rate": "1", "suite.families": "a,c"})
     assert (made.seed, made.train.updates, made.optimizer.learning_rate) == (4, 2, 1.0)
     assert made.suite.families == ("a", "c")
     assert made.is_locked
@@ -57,7 +57,7 @@ def test_a_file_its_argument_and_overrides(file: str) -> None:
 )
 def test_a_wrong_override_is_named(file: str, overrides: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        config.load(file, overrides)
+        program.load(file, overrides)
     assert told in str(caught.value)
 
 
@@ -76,18 +76,18 @@ def test_a_wrong_file_is_told_by_line(tmp_path: Path, line: str, told: str) -> N
     path = tmp_path / "wrong.py"
     path.write_text(GOOD.replace("    return made\n", line + "    return made\n"))
     with pytest.raises(ConfigError) as caught:
-        config.load(str(path))
+        program.load(str(path))
     assert told in str(caught.value).replace(str(path), "")
 
 
 def test_a_missing_file_suggests_its_neighbour(file: str) -> None:
     with pytest.raises(ConfigError, match="did you mean"):
-        config.load(file.replace("small.py", "smal.py"))
+        program.load(file.replace("small.py", "smal.py"))
 
 
 def test_an_argument_typo_is_named(file: str) -> None:
     with pytest.raises(ConfigError, match="unknown config key 'debg'; did you mean 'debug'"):
-        config.load(f"{file}:debg")
+        program.load(f"{file}:debg")
 
 
 def test_an_algorithm_of_ones_own_brings_its_arguments() -> None:
@@ -108,8 +108,8 @@ def test_every_section_is_locked_and_limits_hold_by_default() -> None:
 def test_a_sweep_is_a_list_of_overrides(tmp_path: Path, file: str) -> None:
     path = tmp_path / "sweep.py"
     path.write_text(f"CONFIG = {file!r}\ndef get_sweep():\n    return [{{'seed': s}} for s in range(3)]\n")
-    base, points = config.load_sweep(path)
-    assert [config.load(base, point).seed for point in points] == [0, 1, 2]
+    base, points = program.load_sweep(path)
+    assert [program.load(base, point).seed for point in points] == [0, 1, 2]
 
 
 def test_a_missing_extra_names_its_install() -> None:

@@ -1,6 +1,6 @@
 """What weighs the same in GRPO, three seeds each: attempts, response tokens or decisions.
 
-    python launch/sweep.py --sweep=configs/sweeps/aggregates.py
+python launch/sweep.py --sweep=configs/sweeps/aggregates.py
 """
 
 CONFIG = "configs/grpo.py"

@@ -1,6 +1,6 @@
 """STEPO over three seeds: how much of a result is luck.
 
-    python launch/sweep.py --sweep=configs/sweeps/seeds.py
+python launch/sweep.py --sweep=configs/sweeps/seeds.py
 """
 
 CONFIG = "configs/stepo.py"

@@ -42,6 +42,7 @@ class Rules:
     min_valid: int = 2  # valid trajectories below which a group is stored but not trained
     first_version: int = 1
     publish_every: int = 1
+    drop_oversize: bool = False  # leave out, and name, what cannot fit a row, instead of stopping
 
     def __post_init__(self) -> None:
         for name in ("groups_per_update", "publish_every", "min_valid"):
@@ -104,7 +105,6 @@ def experience(
     shard: tuple[int, int] = (0, 1),
     prefetch: int = 2,
     timeout: float = 3600.0,
-    drop_oversize: bool = False,
     dropped: Callable[[int], None] = lambda seq: None,
 ) -> grain.IterDataset[Item]:
     """Batches of `rules.groups_per_update` usable groups in store order, as (PackedBatch, information).
@@ -117,7 +117,7 @@ def experience(
     """
     if not 0 <= shard[0] < shard[1]:
         raise ValueError(f"shard {shard[0]} of {shard[1]}: need 0 <= index < count")
-    options = {"rules": rules, "shard": shard, "timeout": timeout, "drop": drop_oversize, "dropped": dropped}
+    options = {"rules": rules, "shard": shard, "timeout": timeout, "dropped": dropped}
     source = _Dataset(lambda: _Experience(store, credit, spec, **options))
     return _Dataset(lambda: _Prefetched(source, prefetch))
 
@@ -166,13 +166,12 @@ class _Experience(grain.DatasetIterator):
         rules: Rules,
         shard: tuple[int, int],
         timeout: float,
-        drop: bool,
         dropped: Callable[[int], None],
     ) -> None:
         super().__init__()
         self._store, self._credit, self._spec, self._rules = store, credit, spec, rules
         self._dropped = dropped
-        self._shard, self._timeout, self._drop = shard, timeout, drop
+        self._shard, self._timeout = shard, timeout
         self._state = {"seq": 0, "update": 0, "version": rules.first_version, "since": 0}
         self.stop = threading.Event()
 
@@ -252,7 +251,9 @@ class _Experience(grain.DatasetIterator):
         images, bad = self._store.try_images(h for _, samples in own for s in samples for h in s.image_hashes)
         # A group with a lost image keeps its mass: the other hosts cannot know, and one denominator must do for all.
         usable = [s for _, s in own if not any(h in bad for one in s for h in one.image_hashes)]
-        batch, stats = pack([x for s in usable for x in s], images, spec=self._spec, drop_oversize=self._drop)
+        batch, stats = pack(
+            [x for s in usable for x in s], images, spec=self._spec, drop_oversize=self._rules.drop_oversize
+        )
         return batch, stats, len(own) - len(usable)
 
     def _describe(self, chosen: _Selection, stats: PackStats) -> dict[str, Any]:

@@ -117,7 +117,7 @@ def forward(
 
 
 def decode(
-    params: Params, cache: KV, x: jax.Array, positions: jax.Array, lengths: jax.Array, *,
+    params: Params, cache: KV, x: jax.Array, positions: jax.Array, *, lengths: jax.Array,
     cfg: DecoderConfig, unroll: bool,
 ) -> tuple[jax.Array, KV]:  # fmt: skip
     """One token a row: x [B,d], positions int32[B] (text: one number for all three axes), lengths int32[B].

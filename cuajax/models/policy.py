@@ -36,7 +36,9 @@ class PolicyConfig:
 
     def __post_init__(self) -> None:
         if sum(self.decoder.mrope) != self.decoder.head_dim // 2:
-            raise ValueError(f"mrope sections {self.decoder.mrope} must sum to head_dim/2 = {self.decoder.head_dim // 2}")
+            raise ValueError(
+                f"mrope sections {self.decoder.mrope} must sum to head_dim/2 = {self.decoder.head_dim // 2}"
+            )
         if self.decoder.heads % self.decoder.kv_heads:
             raise ValueError(f"heads {self.decoder.heads} is not a multiple of kv_heads {self.decoder.kv_heads}")
         if len(self.vision.deepstack) > self.decoder.layers:
@@ -86,7 +88,7 @@ def logical_axes(cfg: PolicyConfig) -> dict:
 
 # ---------------------------------------------------------------------------------------------------- forward
 def _inputs(
-    params: Params, tokens: jax.Array, image_index: jax.Array, inputs: VisionInputs, cfg: PolicyConfig
+    params: Params, tokens: jax.Array, image_index: jax.Array, inputs: VisionInputs, *, cfg: PolicyConfig
 ) -> tuple[jax.Array, jax.Array]:
     """Token embeddings [B,T,d] with image features in their places, and DeepStack inputs [J,B,T,d]."""
     dtype = jnp.dtype(cfg.dtype)
@@ -115,7 +117,7 @@ def logits(params: Params, hidden: jax.Array, cfg: PolicyConfig) -> jax.Array:
 def hidden_states(params: Params, batch: PackedBatch, *, cfg: PolicyConfig) -> jax.Array:
     """Final hidden states [B,T,d] of packed rows."""
     chex.assert_rank([batch.tokens, batch.positions, batch.subtree_end, batch.image_index], [2, 3, 2, 2])
-    x, side = _inputs(params, batch.tokens, batch.image_index, batch.vision, cfg)
+    x, side = _inputs(params, batch.tokens, batch.image_index, batch.vision, cfg=cfg)
     return decoder.forward(
         params["decoder"], x, batch.positions, batch.subtree_end,
         side=side, cfg=cfg.decoder, remat=cfg.remat, unroll=cfg.unroll,
@@ -139,7 +141,9 @@ def token_logprobs(
 
     def pad(a: jax.Array) -> jax.Array:
         a = a.reshape(rows, *a.shape[2:])
-        return jnp.pad(a, [(0, padding)] + [(0, 0)] * (a.ndim - 1)).reshape((rows + padding) // chunk, chunk, *a.shape[1:])
+        return jnp.pad(a, [(0, padding)] + [(0, 0)] * (a.ndim - 1)).reshape(
+            (rows + padding) // chunk, chunk, *a.shape[1:]
+        )
 
     @jax.checkpoint
     def score(part: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -157,19 +161,17 @@ def token_logprobs(
 
 def _score(scores: jax.Array, target: jax.Array, support: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Logits float32[N,V], target int32[N], support int32[N,S] -> log-probability and entropy float32[N]."""
+    norm = jax.nn.logsumexp(scores, axis=-1)
+    kept_entropy, truncated = jnp.zeros_like(norm), jnp.zeros_like(norm, bool)
     if support.shape[-1]:
-        kept = jnp.take_along_axis(scores, jnp.maximum(support, 0), axis=-1)
-        kept = jnp.where(support >= 0, kept, MASKED)
+        kept = jnp.where(support >= 0, jnp.take_along_axis(scores, jnp.maximum(support, 0), axis=-1), MASKED)
         truncated = jnp.any(support >= 0, axis=-1)
-        norm = jnp.where(truncated, jax.nn.logsumexp(kept, axis=-1), jax.nn.logsumexp(scores, axis=-1))
+        norm = jnp.where(truncated, jax.nn.logsumexp(kept, axis=-1), norm)
         kept_logp = kept - norm[:, None]
         kept_entropy = -jnp.sum(jnp.where(support >= 0, jnp.exp(kept_logp) * kept_logp, 0.0), axis=-1)
-    else:
-        norm, truncated, kept_entropy = jax.nn.logsumexp(scores, axis=-1), None, None
     logp = scores - norm[:, None]
     entropy = -jnp.sum(jnp.exp(logp) * jnp.where(scores > MASKED / 2, logp, 0.0), axis=-1)
-    if truncated is not None:
-        entropy = jnp.where(truncated, kept_entropy, entropy)
+    entropy = jnp.where(truncated, kept_entropy, entropy)
     return jnp.take_along_axis(logp, target[:, None], axis=-1)[:, 0], entropy
 
 
@@ -183,7 +185,7 @@ def empty_cache(cfg: PolicyConfig, batch: int, capacity: int) -> KV:
 def prefill(params: Params, prompts: PromptBatch, *, cfg: PolicyConfig) -> tuple[jax.Array, KV]:
     """Prompts to the next token's logits float32[B,V] and their keys and values [L,B,P,Hkv,D]."""
     chex.assert_equal_shape([prompts.tokens, prompts.image_index])
-    x, side = _inputs(params, prompts.tokens, prompts.image_index, prompts.vision, cfg)
+    x, side = _inputs(params, prompts.tokens, prompts.image_index, prompts.vision, cfg=cfg)
     index = jnp.arange(prompts.tokens.shape[1])[None]
     ends = jnp.where(index < prompts.lengths[:, None], prompts.lengths[:, None], index + 1)
     hidden, cache = decoder.forward(
@@ -194,11 +196,11 @@ def prefill(params: Params, prompts: PromptBatch, *, cfg: PolicyConfig) -> tuple
 
 
 def decode(
-    params: Params, cache: KV, tokens: jax.Array, positions: jax.Array, lengths: jax.Array, *, cfg: PolicyConfig
+    params: Params, cache: KV, tokens: jax.Array, positions: jax.Array, *, lengths: jax.Array, cfg: PolicyConfig
 ) -> tuple[jax.Array, KV]:
     """One step of every row: tokens, rope positions and lengths int32[B] -> logits float32[B,V] and the cache."""
     x = params["embed"][tokens].astype(jnp.dtype(cfg.dtype))
     hidden, cache = decoder.decode(
-        params["decoder"], cache, x, positions, lengths, cfg=cfg.decoder, unroll=cfg.unroll
+        params["decoder"], cache, x, positions, lengths=lengths, cfg=cfg.decoder, unroll=cfg.unroll
     )
     return logits(params, hidden, cfg), cache

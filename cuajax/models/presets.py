@@ -15,7 +15,14 @@ def tiny(vocab_size: int = 128) -> PolicyConfig:
             hidden=64, depth=1, heads=4, ffn=128, patch=8, merge=2, temporal=2, position_side=8, deepstack=(0,)
         ),
         decoder=DecoderConfig(
-            hidden=64, layers=3, heads=4, kv_heads=2, head_dim=16, ffn=192, rope_theta=1e3, mrope=(4, 2, 2),
+            hidden=64,
+            layers=3,
+            heads=4,
+            kv_heads=2,
+            head_dim=16,
+            ffn=192,
+            rope_theta=1e3,
+            mrope=(4, 2, 2),
             qk_gain=2.0,
         ),
         tied=False,

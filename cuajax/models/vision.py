@@ -6,6 +6,7 @@ every grid of a bucket. Images are a flat leading axis here: I images of N patch
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import jax
@@ -39,7 +40,7 @@ def declare(cfg: VisionConfig, out: int) -> dict:
     """Every leaf of the tower; `out` is the decoder's width."""
     d, merged = cfg.hidden, cfg.hidden * cfg.merge**2
 
-    def dense(n_in: int, n_out: int, a: str | None, b: str | None, gain: float = 1.0) -> dict:
+    def dense(n_in: int, n_out: int, a: str | None, b: str | None, *, gain: float = 1.0) -> dict:
         return {"w": Leaf((n_in, n_out), (a, b), gain * n_in**-0.5), "b": Leaf((n_out,), (b,), "zeros")}
 
     def norm(n: int) -> dict:
@@ -55,10 +56,10 @@ def declare(cfg: VisionConfig, out: int) -> dict:
     block = {
         "norm1": norm(d),
         "qkv": dense(d, 3 * d, "vision_embed", "heads"),
-        "out": dense(d, d, "heads", "vision_embed", QUIET),
+        "out": dense(d, d, "heads", "vision_embed", gain=QUIET),
         "norm2": norm(d),
         "fc1": dense(d, cfg.ffn, "vision_embed", "ffn"),
-        "fc2": dense(cfg.ffn, d, "ffn", "vision_embed", QUIET),
+        "fc2": dense(cfg.ffn, d, "ffn", "vision_embed", gain=QUIET),
     }
     tree = {
         "patch": dense(CHANNELS * cfg.temporal * cfg.patch**2, d, "patch", "vision_embed"),
@@ -80,7 +81,7 @@ def _embed(params: Params, vision: VisionInputs, cfg: VisionConfig, dtype: jnp.d
     return x + position.astype(dtype)
 
 
-def _block(x: jax.Array, p: Params, angles: jax.Array, mask: jax.Array, cfg: VisionConfig) -> jax.Array:
+def _block(x: jax.Array, p: Params, angles: jax.Array, mask: jax.Array, *, cfg: VisionConfig) -> jax.Array:
     n, length, d = x.shape
     q, k, v = jnp.split(linear(layer_norm(x, p["norm1"], EPS), p["qkv"]), 3, axis=-1)
     heads = (n, length, cfg.heads, d // cfg.heads)
@@ -105,10 +106,11 @@ def encode(params: Params, vision: VisionInputs, cfg: VisionConfig, *, dtype: jn
     freqs = frequencies(cfg.hidden // cfg.heads // 2, cfg.rope_theta)
     angles = (vision.hw[..., None].astype(jnp.float32) * freqs).reshape(*vision.hw.shape[:-1], -1)
     mask = (vision.segments[:, :, None] == vision.segments[:, None, :]) & (vision.segments[:, None, :] >= 0)
-    block = jax.checkpoint(_block, static_argnums=4) if remat else _block
+    block = functools.partial(_block, cfg=cfg)
+    block = jax.checkpoint(block) if remat else block
     side = []
     for i in range(cfg.depth):
-        x = block(x, jax.tree.map(lambda a, i=i: a[i], params["blocks"]), angles, mask, cfg)
+        x = block(x, jax.tree.map(lambda a, i=i: a[i], params["blocks"]), angles, mask)
         if i in cfg.deepstack:
             j = cfg.deepstack.index(i)
             side.append(_merge(x, jax.tree.map(lambda a, j=j: a[j], params["deepstack"]), cfg, norm_after=True))

@@ -165,7 +165,9 @@ class Engine:
     def _generate_fn(self, params: Any, state: DecodeState, *, batch: int, width: int) -> tuple[DecodeState, jax.Array]:
         rows = jax.tree.map(lambda a: a[:batch], state._replace(k=state.tokens, v=state.tokens))
         cache = KV(state.k[:, :batch], state.v[:, :batch])
-        logits, cache = self._model.decode(params, cache, rows.tokens, rows.positions, rows.lengths, cfg=self.cfg)
+        logits, cache = self._model.decode(
+            params, cache, rows.tokens, rows.positions, lengths=rows.lengths, cfg=self.cfg
+        )
         draw = jax.vmap(functools.partial(sampling.sample, valid=self.valid_vocab, width=width))(
             logits, rows.knobs, rows.drawn
         )

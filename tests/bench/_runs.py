@@ -9,6 +9,7 @@ import logging
 import os
 import platform
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -136,12 +137,12 @@ def served(run: Run, params: Any, *, cfg: Any, version: int = 1, address: str = 
 def execute(command: Sequence[str], run_dir: Path) -> int:
     """Runs a program to its end, its output in RUN_DIR.out, and notes in the run directory what it took.
 
-    Returns the exit status. An interrupt is passed on as SIGTERM, so that a training run saves before it goes.
+    Returns the exit status. What stops the benchmark stops the program by SIGTERM: a training run saves before it goes.
     """
     run_dir.parent.mkdir(parents=True, exist_ok=True)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
-    began, before = time.time(), resource.getrusage(resource.RUSAGE_CHILDREN)
-    loads = [os.getloadavg()[0]]
+    began, before, loads = time.time(), _cpu(), [os.getloadavg()[0]]
+    caught = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with open(f"{run_dir}.out", "ab") as out:
         child = subprocess.Popen(list(command), stdout=out, stderr=subprocess.STDOUT, env=env, start_new_session=True)
         try:
@@ -150,17 +151,21 @@ def execute(command: Sequence[str], run_dir: Path) -> int:
                     child.wait(LOAD_EVERY)
                 loads.append(os.getloadavg()[0])
         finally:
-            if child.poll() is None:
-                child.terminate()
-                child.wait()
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    taken = {"seconds": time.time() - began, "cpu_seconds": cpu, "load": sum(loads) / len(loads),
-             "status": child.returncode}  # fmt: skip
-    if run_dir.is_dir():
-        sessions = [*(_json(run_dir / SESSIONS) or []), taken]
-        (run_dir / SESSIONS).write_text(json.dumps(sessions) + "\n", encoding="utf-8")
+            child.terminate()
+            child.wait()
+            signal.signal(signal.SIGTERM, caught)
+            taken = {"seconds": time.time() - began, "cpu_seconds": _cpu() - before,
+                     "load": sum(loads) / len(loads), "status": child.returncode}  # fmt: skip
+            if run_dir.is_dir():
+                sessions = [*(_json(run_dir / SESSIONS) or []), taken]
+                (run_dir / SESSIONS).write_text(json.dumps(sessions) + "\n", encoding="utf-8")
     return child.returncode
+
+
+def _cpu() -> float:
+    """Processor seconds of the programs that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def tail(run_dir: Path, lines: int = 5) -> str:

@@ -9,6 +9,7 @@ import random
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from cuajax import program
@@ -26,9 +27,15 @@ def shuffled(group: Group) -> Group:
     ))  # fmt: skip
 
 
-def blind(credit: Callable[[Group], Credit]) -> Callable[[Group], Credit]:
-    """A credit function that is told who did what, but not how it ended."""
-    return lambda group: credit(shuffled(group))
+class Blind:
+    """A credit function that is told who did what, but not how it ended; counts its groups."""
+
+    def __init__(self, credit: Callable[[Group], Credit]) -> None:
+        self._credit, self.groups = credit, 0
+
+    def __call__(self, group: Group) -> Credit:
+        self.groups += 1
+        return self._credit(shuffled(group))
 
 
 def main(run_dir: str) -> Any:
@@ -37,10 +44,13 @@ def main(run_dir: str) -> Any:
     import train
 
     config = program.load_resolved(run_dir)
-
-    credit = parts.credit
-    parts.credit = lambda given: blind(credit(given))
-    return train.main(config, run_dir)
+    credit = Blind(parts.credit(config))
+    parts.credit = lambda given: credit
+    status = train.main(config, run_dir)
+    if not status and not credit.groups:  # the page no longer takes its credit from there
+        Path(run_dir, "result.json").unlink()
+        raise SystemExit("no group passed through the shuffling: this was not a control")
+    return status
 
 
 if __name__ == "__main__":

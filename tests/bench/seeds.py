@@ -16,8 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cuajax import config as settings
-from cuajax import metrics
+from cuajax import metrics, program
 from cuajax.config import ConfigError
 from cuajax.data.store import Store
 from tests.bench import _runs
@@ -35,7 +34,7 @@ def label(spec: str) -> str:
 # ------------------------------------------------------------------------------------------------------ running
 def run_all(specs: Sequence[str], seeds: Sequence[int], *, root: Path, changes: dict[str, str]) -> list[str]:
     """Runs what is not finished; returns what failed, as lines for a person. Raises ConfigError before any run."""
-    loaded = {spec: settings.load(spec, changes) for spec in specs}
+    loaded = {spec: program.load(spec, changes) for spec in specs}
     failed = []
     for seed in seeds:
         for spec in specs:

@@ -53,8 +53,8 @@ def samples(images: dict[str, np.ndarray], *, per_image: int = 3) -> list[Sample
 
 def score(params, batch, cfg=CFG, **options):
     fn = jax.jit(functools.partial(policy.token_logprobs, cfg=cfg, **options))
-    logp, entropy = zip(*(fn(params, jax.tree.map(lambda a, m=m: a[m], batch)) for m in range(batch.tokens.shape[0])))
-    return np.stack(logp), np.stack(entropy)
+    parts = [fn(params, jax.tree.map(lambda a, m=m: a[m], batch)) for m in range(batch.tokens.shape[0])]
+    return np.stack([logp for logp, _ in parts]), np.stack([entropy for _, entropy in parts])
 
 
 def weighted(params, batch) -> float:
@@ -64,7 +64,11 @@ def weighted(params, batch) -> float:
 
 
 def test_declared_once():
-    made, abstract, axes = jax.jit(policy.init, static_argnums=1)(jax.random.key(0), CFG), policy.abstract(CFG), policy.logical_axes(CFG)
+    made, abstract, axes = (
+        jax.jit(policy.init, static_argnums=1)(jax.random.key(0), CFG),
+        policy.abstract(CFG),
+        policy.logical_axes(CFG),
+    )
     assert jax.tree.map(lambda p: p.shape, made) == jax.tree.map(lambda p: p.shape, abstract)
     leaves = jax.tree.leaves(axes, is_leaf=lambda a: isinstance(a, tuple))
     assert [len(a) for a in leaves] == [p.ndim for p in jax.tree.leaves(made)]
@@ -108,7 +112,7 @@ def test_decode_equals_forward(params):
                 # all tokens of a sample share its weight, so only one-token answers can be looked up by it
                 if len(s.response_ids) == 1:
                     assert logp[i, last[i]] == pytest.approx(forward[float(s.weight[0])], abs=1e-5)
-        logits, cache = decode(params, cache, last, after + step, lengths + step, cfg=CFG)
+        logits, cache = decode(params, cache, last, after + step, lengths=lengths + step, cfg=CFG)
     assert np.isfinite(logits).all()
 
 

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 
 from cuajax.sandbox.sim.goals import FAIL, SUCCEED, Clause, Move, click, next_move, resolve
 from cuajax.sandbox.sim.state import DELETED, PAGE_ROWS, Desktop, dialog_button, option_rects, overlap, place, visible
-from cuajax.sandbox.sim.words import COLOURS, LEVELS, VERB_OF, typed_word
+from cuajax.sandbox.sim.words import COLOURS, FILLERS, LEVELS, VERB_OF, typed_word
 from cuajax.types import Action
 
 _NAMEABLE = frozenset(("button", "checkbox", "radio"))  # kinds an absent colour is asked of, as in infeasible tasks
 _ALONE = frozenset(("radio", "item", "tab"))  # at most one clause of each
+LONGEST = 9  # words of an instruction with fillers
 _BOOST = {"drop": 0.25, "menu": 0.25, "ok": -0.1}
 
 
@@ -23,7 +24,8 @@ class Mix:
 
     read: share of "what <x> <y>" questions (on plain screens, one clause). absent: chance that a clause names a colour
     that is not there. two: chance of each further clause. sparse: how far widgets are thinned out (0: whole screens).
-    bins: coordinate bins an axis that reading questions name places by.
+    bins: coordinate bins an axis that reading questions name places by. filler: share of instructions with words that
+    say nothing between their clauses, up to LONGEST words: short instructions then teach the places of long ones.
     """
 
     read: float = 0.3
@@ -31,6 +33,7 @@ class Mix:
     two: float = 0.5
     sparse: float = 1.0
     bins: int = 16
+    filler: float = 0.0
 
 
 class Asker:
@@ -61,10 +64,18 @@ class Asker:
             words, answer = self._reading(self.rng.choice(self.readable))
             return words, Move(Action("type", text=answer)), "read"
         asked, submit, absent = self._clauses()
-        words = " ".join([w for clause in asked for w in clause] + ["submit"] * submit)
+        words = self._spoken([*asked, ("submit",)] if submit else asked)
         move = _label(self.desktop, asked, submit, absent)
         kind = move.action.kind
         return words, move, kind if kind != "terminate" else "fail" if move is FAIL else "done"
+
+    def _spoken(self, clauses: Sequence[Sequence[str]]) -> str:
+        room = LONGEST - sum(map(len, clauses))
+        said = [list(clause) for clause in clauses]
+        if room > 0 and self.rng.random() < self.mix.filler:
+            for _ in range(self.rng.randint(1, room)):
+                said.insert(self.rng.randint(0, len(said)), [self.rng.choice(FILLERS)])
+        return " ".join(word for words in said for word in words)
 
     def _clauses(self) -> tuple[list[Clause], bool, bool]:
         """What is asked: clauses, whether to submit, whether one of them names what is not there."""
@@ -123,7 +134,7 @@ class Asker:
                     continue
                 if tab >= 0 and w.page != tab:
                     continue
-            score = random_() + (0.35 if kind == "ok" else 0.0)
+            score = random_() + (0.35 if kind == "ok" else (random_() < 0.35) if kind in ("field", "drop") else 0.0)
             if score > top:
                 best, top = i, score
         return best
@@ -133,7 +144,7 @@ class Asker:
         kind = w.kind
         verb, colour = VERB_OF[kind], COLOURS[w.colour]
         if kind == "field":
-            return verb, str(w.value) if w.value and random_() < 0.3 else typed_word(self.rng)
+            return verb, str(w.value) if w.value and random_() < 0.6 else typed_word(self.rng)
         if kind in ("drop", "menu"):
             if self.desktop.popup == index:  # what shows already is not asked for while the popup is open
                 return verb, COLOURS[self.rng.choice([c for c in w.options if c != w.value])]

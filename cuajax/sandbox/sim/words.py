@@ -24,10 +24,11 @@ VERB_OF = {
     "window": "close",
 }
 VERBS = (*VERB_OF.values(), "delete", "put")
+FILLERS = ("now", "please", "then")  # say nothing; instructions of other lengths, at other places
 READING = ("what", "on", "off", "none")  # questions about one place, and their answers
 
 LETTERS = "acdehlnortux"  # of typed words; each has a 3x5 glyph unlike the others
-WORDS: tuple[str, ...] = (*COLOURS, *VERBS, *LEVELS, *READING)
+WORDS: tuple[str, ...] = (*COLOURS, *VERBS, *LEVELS, *READING, *FILLERS)
 _KNOWN = frozenset(WORDS)
 
 

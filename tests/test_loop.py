@@ -1,0 +1,233 @@
+"""Whole runs, as a person starts them: what they leave, how they go on, and what they refuse."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cuajax.data.store import Store
+from cuajax.types import Outcome
+from tests.launch.pages import DEBUG, Page, Script, checkpoints, finish, rows, state, train, updates
+
+SMALL = ("--config.eval.tasks=10", "--config.eval.final_tasks=10")
+OFTEN = ("--config.checkpoint.every=2", "--config.eval.every=0")  # may differ from start to start
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A debug run that has ended."""
+    path = tmp_path_factory.mktemp("loop") / "run"
+    said = finish(train(path, *SMALL))
+    for ugly in ("Traceback", "Event loop is closed", "ExecuteBatchError"):
+        assert ugly not in said, said
+    return path
+
+
+def same(one: list, other: list) -> bool:
+    assert len(one) == len(other) > 0
+    return all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in zip(one, other, strict=True))
+
+
+# ------------------------------------------------------------------------------------------------- what it leaves
+def test_a_run_leaves_what_it_promises(run: Path) -> None:
+    for name in ("config.json", "metrics.jsonl", "success.png", "report.html", "result.json", "log.txt"):
+        assert (run / name).stat().st_size > 0, name
+    assert list((run / "tensorboard").glob("events*")) and (run / "experience").is_dir()
+    assert checkpoints(run)[-1] == 5
+    assert [row["step"] for row in rows(run)] == [1, 2, 3, 4, 5]
+    result = json.loads((run / "result.json").read_text())
+    assert result["updates"] == result["target"] == 5 and result["episodes"] == 10
+    assert 0.0 <= result["ci95"][0] <= result["final"] <= result["ci95"][1] <= 1.0
+    assert "<script src" not in (run / "report.html").read_text()
+
+
+# ---------------------------------------------------------------------------------------------------- how it goes on
+def test_the_same_command_goes_on_through_kill_and_sigterm(run: Path) -> None:
+    """One story: more updates, a second learner, kill -9, SIGTERM, and an end."""
+    many = (*SMALL, *OFTEN, "--config.train.updates=100000")
+    page = train(run, *many)
+    page.until(lambda: updates(run) >= 8 and checkpoints(run)[-1] >= 7, "update 8")
+
+    second = train(run, *many)
+    assert second.end() == 2
+    assert f"is held by process {page.process.pid} on " in second.said
+    page.kill()
+
+    kept = checkpoints(run)[-1]
+    page = train(run, *many)
+    page.until(lambda: updates(run) >= kept + 4 and page.process.poll() is None, "updates after a kill")
+    assert page.end(signal.SIGTERM) == 75, page.said[-4000:]
+    stopped = updates(run)
+    assert checkpoints(run)[-1] == stopped  # it saved first
+
+    said = finish(train(run, *SMALL, *OFTEN, f"--config.train.updates={stopped + 2}"))
+    assert "reinforcement begins" not in said.split("held by process")[-1].split("reinforcement begins")[-1]
+    assert [row["step"] for row in rows(run)] == list(range(1, stopped + 3))
+    assert json.loads((run / "result.json").read_text())["updates"] == stopped + 2
+    versions = [row["train/version"] for row in rows(run)]
+    assert versions == sorted(set(versions))
+    seqs = [seq for row in rows(run) for seq in row["data/seqs"]]
+    assert seqs == sorted(set(seqs))  # no group was trained twice
+
+
+# ------------------------------------------------------------------------------------------------- what it refuses
+def test_a_foreign_directory_is_refused(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "thesis.txt").write_text("mine")
+    page = train(run)
+    assert page.end() == 2
+    assert f"error: run directory {run} is occupied: 1 entries and no config.json" in page.said
+    assert [p.name for p in run.iterdir()] == ["thesis.txt"]
+
+
+def test_a_typo_is_named_before_jax_is_imported(tmp_path: Path) -> None:
+    code = (
+        "import runpy\n"
+        "page = sys.path[0] + '/train.py'\n"
+        "sys.argv = [page, *sys.argv[1:]]\n"
+        "try: runpy.run_path(page, run_name='__main__')\n"
+        "except SystemExit as end: print(f'status {end.code}, jax {\"jax\" in sys.modules}')\n"
+    )
+    page = Script(
+        code, DEBUG, f"--workdir={tmp_path / 'run'}", "--config.optimizer.learning_rat=1", log=tmp_path / "log"
+    )
+    said = finish(page)
+    assert "unknown config key 'optimizer.learning_rat'; did you mean 'optimizer.learning_rate'?" in said
+    assert "status 2, jax False" in said
+    assert not (tmp_path / "run").exists()
+
+
+# ---------------------------------------------------------------------------------------------- replay, bit for bit
+@pytest.fixture(scope="module")
+def recorded(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run's first 16 groups, every second attempt made a success, so that there is something to learn."""
+    path = tmp_path_factory.mktemp("recorded") / "experience"
+    source, store = Store.open(run / "experience"), Store.open(path, create=True)
+    for seq in range(16):
+        group = source.read(seq)
+        told = [
+            dataclasses.replace(t, outcome=Outcome("success", 1.0) if t.slot % 2 else Outcome("failure", 0.0))
+            for t in group.trajectories
+        ]
+        images = source.load_images(h for t in told for s in t.steps for h in s.image_hashes)
+        store.append([dataclasses.replace(group, trajectories=tuple(told))], images, [source.deltas(seq)])
+    source.close()
+    store.close()
+    return path
+
+
+def replay(run: Path, recorded: Path) -> Page:
+    return train(
+        run, f"--config.rollout.replay={recorded}", "--config.train.updates=8", "--config.checkpoint.every=2",
+        "--config.eval.tasks=0", "--config.eval.final_tasks=0", "--config.warmup.steps=0",
+    )  # fmt: skip
+
+
+def test_replay_is_bit_identical_however_often_it_is_killed(recorded: Path, tmp_path: Path) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    finish(replay(whole, recorded))
+    assert checkpoints(whole)[-1] == 8 and not same(state(whole, 6), state(whole, 8))
+
+    rng = random.Random(7)
+    for least in (0, 2, 5):  # updates done when it is killed: none, some, nearly all
+        page = replay(broken, recorded)
+        reached = (
+            (lambda: (broken / "checkpoints").is_dir()) if not least else (lambda least=least: updates(broken) >= least)
+        )
+        page.until(reached, f"update {least}")
+        time.sleep(rng.uniform(0.0, 0.2))
+        page.kill()
+    finish(replay(broken, recorded))
+
+    assert same(state(whole, 8), state(broken, 8))
+    ids = [(row["step"], row["data/seqs"], row["train/loss"]) for row in rows(whole)]
+    assert ids == [(row["step"], row["data/seqs"], row["train/loss"]) for row in rows(broken)]
+    assert [seq for _, seqs, _ in ids for seq in seqs] == list(range(16))
+
+
+# ------------------------------------------------------------------------------------------------------ bad updates
+def test_a_bad_update_changes_nothing_and_many_end_the_run(recorded: Path, tmp_path: Path) -> None:
+    code = (
+        "import learner, train\n"
+        "from cuajax import program\n"
+        "right = learner.objective\n"
+        "def broken(config):\n"
+        "    made = right(config)\n"
+        "    def loss(logp, entropy, batch):\n"
+        "        total, figures = made.loss(logp, entropy, batch)\n"
+        "        return total * float('nan'), figures\n"
+        "    return made._replace(loss=loss)\n"
+        "learner.objective = broken\n"
+        "program.run(train.main, workdir='')\n"
+    )
+    run = tmp_path / "run"
+    page = Script(
+        code, DEBUG, f"--workdir={run}", f"--config.rollout.replay={recorded}", "--config.train.skip_limit=3",
+        "--config.checkpoint.every=1", "--config.checkpoint.keep=9", "--config.eval.tasks=0",
+        "--config.eval.final_tasks=0", "--config.warmup.steps=0", log=tmp_path / "log",
+    )  # fmt: skip
+    assert page.end() not in (0, 2)
+    assert "3 updates in a row were not finite, the limit is 3" in page.said
+    assert checkpoints(run)[:3] == [0, 1, 2]
+
+    def owned(update: int) -> list:
+        import orbax.checkpoint as ocp
+
+        item = run / "checkpoints" / str(update)
+        opt = ocp.StandardCheckpointer().restore(item / "opt")
+        return [ocp.StandardCheckpointer().restore(item / "params"), opt["opt_state"]]
+
+    import jax
+
+    before = jax.tree.leaves(owned(0))
+    assert same(before, jax.tree.leaves(owned(1))) and same(before, jax.tree.leaves(owned(2)))
+
+
+# -------------------------------------------------------------------------------------------------- three processes
+def test_three_processes_on_one_directory_survive_each_others_deaths(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    apart = (*SMALL, *OFTEN, "--config.serving.address=run", "--config.rollout.here=False")
+
+    def learner(count: int) -> Page:
+        return train(run, *apart, f"--config.train.updates={count}")
+
+    def actor() -> Page:
+        return Page("rollout", DEBUG, f"--workdir={run}", *SMALL, log=tmp_path / "rollout")
+
+    def server() -> Page:
+        return Page("serve", DEBUG, f"--workdir={run}", *SMALL, log=tmp_path / "serve")
+
+    def more(page: Page, what: str) -> None:
+        done = updates(run)
+        page.until(lambda: updates(run) >= done + 2, f"two updates more {what}")
+
+    acting, learning, serving = actor(), learner(100000), server()  # the server last: the others wait for it
+    more(learning, "of the three")
+    assert "jaxlib" not in Path(f"/proc/{acting.process.pid}/maps").read_text() if os.path.exists("/proc") else True
+    assert updates(run) >= 2
+
+    acting.kill()
+    acting = actor()
+    more(learning, "with a new actor")
+    serving.kill()
+    serving = server()
+    more(learning, "with a new server")
+    learning.kill()
+    done = updates(run) + 5
+    finish(learner(done))
+
+    assert updates(run) == done and [row["step"] for row in rows(run)] == list(range(1, done + 1))
+    for page in (acting, serving):
+        assert page.end(signal.SIGTERM) == 0, page.said[-4000:]
+        assert "Traceback" not in page.said, page.said[-4000:]
+    second = [line for line in (run / "log.txt").read_text().splitlines() if " E " in line]
+    assert not second, second
