@@ -107,7 +107,7 @@ def warmup(**changes: Any) -> Settings:
         decay_over=400,  # updates from the full learning rate to 30 %
         second_rate=0.6,  # learning rate at the start of phase 2, as a share
         optimizer=dict(name="muon", learning_rate=6e-3, betas=(0.9, 0.98), weight_decay=1e-4, clip_norm=1.0),
-        pack=dict(length=88, loss_tokens=48, images_per_row=1, rows=32),
+        pack=dict(length=152, loss_tokens=64, images_per_row=2, rows=16),
     ), changes)  # fmt: skip
 
 
@@ -179,10 +179,10 @@ def data(**changes: Any) -> Settings:
     return section("data", dict(
         groups_per_update=16,
         drop_zero_variance=True,  # dynamic sampling: a group with equal rewards is replaced by a fresh one
-        length=128,  # tokens of a row
-        loss_tokens=64,  # of a row
-        images_per_row=4,
-        rows=40,  # of one microbatch
+        length=192,  # tokens of a row
+        loss_tokens=112,  # of a row
+        images_per_row=6,
+        rows=22,  # of one microbatch
         merge_prefixes=True,  # False: plain packing
         prefetch=1,  # batches made ahead
         store_budget=2 << 30,  # bytes on disk before compaction
@@ -257,18 +257,19 @@ def experiment(name: str, *, seed: int = 0, **sections: Settings) -> Settings:
 
 
 DESKTOP = (
-    "check2", "check3", "type", "drop", "tabcheck", "typecheck", "droptype", "radiocheck", "order3", "infeasible",
+    "check1", "check2", "check3", "type", "drop", "tabcheck", "typecheck", "droptype", "radiocheck", "order3",
+    "infeasible",
 )  # fmt: skip
 
 
 def desktop(name: str, *, seed: int = 0, **sections: Settings) -> Settings:
-    """An experiment on the embedded desktop: its ten families, a warm-up on single decisions, then 300 updates.
+    """An experiment on the embedded desktop: its families, a warm-up on single decisions, then 300 updates.
 
     `sections` replace these or add to them.
     """
     shared = dict(
         suite=suite(families=DESKTOP, infeasible=("infeasible",)),
-        warmup=warmup(steps=900, second_steps=250),
+        warmup=warmup(steps=1500, second_steps=450),
         train=train(updates=300),
         eval=evaluation(every=50),
     )
@@ -279,8 +280,9 @@ def shrink(made: Settings) -> Settings:
     """The `:debug` form: the same pages and rooms, over in under a minute."""
     return override(made, {
         "name": f"{made.name}_debug", "warmup.steps": min(made.warmup.steps, 4), "warmup.second_steps": 2,
-        "warmup.check_every": 2, "warmup.gate": 0.0, "warmup.screens": 4, "warmup.second_screens": 4, "warmup.pack.rows": 4,
-        "rollout.group_size": 4, "data.groups_per_update": 2, "data.drop_zero_variance": False, "data.rows": 8,
+        "warmup.check_every": 2, "warmup.gate": 0.0, "warmup.screens": 4,
+        "warmup.second_screens": 4, "warmup.pack.rows": 4, "data.rows": 8,
+        "rollout.group_size": 4, "data.groups_per_update": 2, "data.drop_zero_variance": False,
         "rounds.rounds": 1, "rounds.tasks": 8, "train.updates": 5, "train.publish_every": 1,
         "optimizer.warmup_steps": 1, "eval.every": 5, "eval.tasks": 10, "eval.final_tasks": 10, "eval.collapse": 0.0,
         "checkpoint.every": 5, "serving.prompts": (16,), "serving.lengths": (40,), "serving.slots": (32,),

@@ -103,11 +103,10 @@ def test_a_control_begins_where_reinforcement_began(tmp_path: Path) -> None:
         controls.branch(begun, tmp_path / "again")
 
 
-def test_a_run_is_finished_when_its_result_is_of_its_newest_start(tmp_path: Path) -> None:
-    made = config.experiment("x", algo=config.algo("stepo"), train=config.train(updates=5))
-    program.save_resolved(tmp_path, made)
+def test_a_run_is_finished_when_it_was_to_make_as_many_updates(tmp_path: Path) -> None:
+    program.save_resolved(tmp_path, config.experiment("x", algo=config.algo("stepo")))
     assert not _runs.Run.of(tmp_path).finished(5)
-    (tmp_path / "result.json").write_text(json.dumps({"updates": 3}))  # it ended early, of itself
+    (tmp_path / "result.json").write_text(json.dumps({"updates": 3, "target": 5}))  # it ended early, of itself
     assert _runs.Run.of(tmp_path).finished(5)
     assert not _runs.Run.of(tmp_path).finished(9), "more updates were asked for"
 

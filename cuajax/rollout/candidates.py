@@ -24,7 +24,7 @@ from cuajax.judge.checks import judged
 from cuajax.rollout.envs import EnvPool
 from cuajax.rollout.episode import Agent, Name, Record, Stages, attempt, clock, usable
 from cuajax.rollout.groups import OpenGroup, add, backoff
-from cuajax.rollout.host import LoopThread, nap
+from cuajax.rollout.host import LoopThread, close, nap
 from cuajax.rollout.ledger import GroupStore, Ledger, count_start
 from cuajax.rollout.plan import Plan
 from cuajax.rollout.states import distinct, surviving
@@ -199,6 +199,7 @@ class CandidateRounds:
                     ledger.finish()
             finally:
                 watchdog.stop()
+                await close(self._agent.client)
 
     def _begin(self) -> tuple[str, np.random.Generator]:
         """Go on after the last round that was begun: its states are gone, so it is not begun again."""

@@ -51,9 +51,29 @@ class LoopThread:
             _raise(self._result)
         finally:
             if not self._loop.is_closed():
+                asyncio.run_coroutine_threadsafe(_wind_up(), self._loop).result()
                 self._loop.call_soon_threadsafe(self._loop.stop)
                 self._thread.join()
                 self._loop.close()
+
+
+async def close(client: Any) -> None:
+    """Closes a policy client in the loop it was used in, if it is one that can be closed.
+
+    gRPC's end of a call that is dropped reaches the loop later, and is told as an error when the loop is gone by then.
+    """
+    if (end := getattr(client, "close", None)) is not None:
+        await end()
+
+
+async def _wind_up() -> None:
+    """Lets what is still running in the loop end; cancels what does not within a second."""
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    if left:
+        _, late = await asyncio.wait(left, timeout=1.0)
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*late, return_exceptions=True)
 
 
 async def nap(wake: asyncio.Event, seconds: float) -> None:

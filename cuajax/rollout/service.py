@@ -22,7 +22,7 @@ from cuajax.data.store import Store
 from cuajax.rollout.envs import EnvPool
 from cuajax.rollout.episode import Agent, Name, Record, Stages, attempt, clock
 from cuajax.rollout.groups import OpenGroup, add, backoff
-from cuajax.rollout.host import LoopThread, nap
+from cuajax.rollout.host import LoopThread, close, nap
 from cuajax.rollout.ledger import GroupStore, Ledger, count_start
 from cuajax.rollout.plan import Plan, Stats
 from cuajax.rollout.watchdog import OnStall, Watchdog, tell
@@ -132,6 +132,7 @@ class RolloutService:
                 await ledger.call(self._save)
             finally:
                 watchdog.stop()
+                await close(self._agent.client)
                 await self._envs.close()
 
     # ---------------------------------------------------------------------------------------------- pacing

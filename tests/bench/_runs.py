@@ -28,6 +28,7 @@ if str(LAUNCH) not in sys.path:
     sys.path.insert(0, str(LAUNCH))  # the launch pages are programs, not a package
 
 SESSIONS = "sessions.json"  # in a run directory: what each start of it took
+REFUSED = 2  # exit status of a program that did not begin: a wrong setting
 START = "checkpoints_start"  # in a run directory: the policy reinforcement began with
 LOAD_EVERY = 20.0  # seconds between two looks at the machine's load
 
@@ -76,11 +77,8 @@ class Run:
         return sum(s["seconds"] for s in self.sessions) or told
 
     def finished(self, updates: int) -> bool:
-        """Whether result.json is there and is of a run of at least `updates` updates, or of the newest start."""
-        if self.result is None:
-            return False
-        newest = (self.path / "result.json").stat().st_mtime >= (self.path / program.RUN_FILE).stat().st_mtime
-        return self.result["updates"] >= updates or (newest and self.config.train.updates >= updates)
+        """Whether result.json is there, of a start that was to make at least `updates` updates."""
+        return self.result is not None and self.result.get("target", self.result["updates"]) >= updates
 
 
 def _json(path: Path) -> Any:
@@ -156,7 +154,7 @@ def execute(command: Sequence[str], run_dir: Path) -> int:
             signal.signal(signal.SIGTERM, caught)
             taken = {"seconds": time.time() - began, "cpu_seconds": _cpu() - before,
                      "load": sum(loads) / len(loads), "status": child.returncode}  # fmt: skip
-            if run_dir.is_dir():
+            if run_dir.is_dir() and child.returncode != REFUSED:
                 sessions = [*(_json(run_dir / SESSIONS) or []), taken]
                 (run_dir / SESSIONS).write_text(json.dumps(sessions) + "\n", encoding="utf-8")
     return child.returncode

@@ -148,7 +148,7 @@ class Asker:
         if kind in ("drop", "menu"):
             if self.desktop.popup == index:  # what shows already is not asked for while the popup is open
                 return verb, COLOURS[self.rng.choice([c for c in w.options if c != w.value])]
-            done = w.on or (w.value != -1 and random_() < 0.4)
+            done = w.on or (w.value != -1 and random_() < 0.6)
             return verb, COLOURS[int(w.value) if done else w.options[int(random_() * 3)]]
         if kind == "slider":
             return verb, colour, LEVELS[int(random_() * 3)]

@@ -134,7 +134,7 @@ def _shuffle_widgets(rng: random.Random, desktop: Desktop, kinds: dict[str, list
             w.value = int(random_() * 3)
         elif kind == "field":
             w.value = typed_word(rng) if random_() < 0.5 else ""
-        elif kind in ("drop", "menu") and random_() < 0.5:
+        elif kind in ("drop", "menu") and random_() < 0.65:
             w.value, w.on = w.options[int(random_() * 3)], int(kind == "menu")
     for kind in ("radio", "item"):
         if kind in kinds and random_() < 0.5:
