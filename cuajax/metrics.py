@@ -325,7 +325,8 @@ class Clock:
         with self._lock:
             seconds, self._seconds = self._seconds, {}
             wall, self._taken = (now - self._taken) * self.lanes, now
-        idle = max(0.0, wall - sum(seconds.values()))
+        told = seconds.pop("idle", 0.0)
+        idle = max(told, wall - sum(seconds.values()))
         return {f"seconds/{self.role}/{stage}": spent for stage, spent in {**seconds, "idle": idle}.items()}
 
 

@@ -156,6 +156,9 @@ _ACTOR = {"env_s": "sandbox", "prepare_s": "sandbox", "evaluate_s": "sandbox", "
           "policy_s": "wait for policy", "store_s": "store", "judge_s": "judge"}  # fmt: skip
 
 
+GAUGES = frozenset({"in_flight", "ready", "live"})  # levels, not counts
+
+
 class Account:
     """Where time goes and what came of it: one metrics row an update."""
 
@@ -170,6 +173,9 @@ class Account:
         out = {}
         for key, value in values.items():
             if isinstance(value, int | float):
+                if key in GAUGES:
+                    out[key] = value
+                    continue
                 before = self._before.get(name + key, 0.0)
                 out[key] = value - before if value >= before else value  # lower: its process has restarted
                 self._before[name + key] = value

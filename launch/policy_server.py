@@ -67,8 +67,8 @@ def start(config: Settings, made: Harness, params: Any, *, cfg: Any, version: in
         raise ConfigError(f"policy server: {error}; a token goes into the environment as CUAJAX_TOKEN") from error
 
     def stop() -> None:
+        scheduler.stop()  # first: calls under way are answered (Unavailable) rather than cut
         server.stop()
-        scheduler.stop()
 
     return Policy(lambda: GrpcClient(bound, token=token), publish, scheduler.snapshot, stop, bound)
 

@@ -10,7 +10,7 @@ import pytest
 
 from cuajax import program
 from cuajax.config import ConfigError
-from tests.launch.pages import ROOT, Page, finish, rows, train
+from tests.launch.pages import PATIENT, ROOT, Page, finish, rows, train
 
 FILES = sorted((ROOT / "configs").glob("*.py"))
 SWEEPS = sorted((ROOT / "configs" / "sweeps").glob("*.py"))
@@ -55,6 +55,7 @@ def test_every_point_of_a_sweep_is_a_config(path: Path) -> None:
     assert len(set(made)) == len(made) >= 2
 
 
+@PATIENT
 @pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.stem)
 def test_a_config_trains(path: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import random
 import signal
 import time
@@ -15,10 +14,13 @@ import pytest
 
 from cuajax.data.store import Store
 from cuajax.types import Outcome
-from tests.launch.pages import DEBUG, Page, Script, checkpoints, finish, rows, state, train, updates
+from tests.launch.pages import DEBUG, PATIENT, Page, Script, checkpoints, finish, rows, state, train, updates
+
+pytestmark = PATIENT
 
 SMALL = ("--config.eval.tasks=10", "--config.eval.final_tasks=10")
 OFTEN = ("--config.checkpoint.every=2", "--config.eval.every=0")  # may differ from start to start
+BARE = ("--config.eval.tasks=0", "--config.eval.final_tasks=0", "--config.warmup.steps=0")  # nothing but the loop
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +71,7 @@ def test_the_same_command_goes_on_through_kill_and_sigterm(run: Path) -> None:
     assert checkpoints(run)[-1] == stopped  # it saved first
 
     said = finish(train(run, *SMALL, *OFTEN, f"--config.train.updates={stopped + 2}"))
-    assert "reinforcement begins" not in said.split("held by process")[-1].split("reinforcement begins")[-1]
+    assert said.count("reinforcement begins") == 1 and "Traceback" not in said
     assert [row["step"] for row in rows(run)] == list(range(1, stopped + 3))
     assert json.loads((run / "result.json").read_text())["updates"] == stopped + 2
     versions = [row["train/version"] for row in rows(run)]
@@ -127,8 +129,7 @@ def recorded(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def replay(run: Path, recorded: Path) -> Page:
     return train(
-        run, f"--config.rollout.replay={recorded}", "--config.train.updates=8", "--config.checkpoint.every=2",
-        "--config.eval.tasks=0", "--config.eval.final_tasks=0", "--config.warmup.steps=0",
+        run, *BARE, f"--config.rollout.replay={recorded}", "--config.train.updates=8", "--config.checkpoint.every=2"
     )  # fmt: skip
 
 
@@ -140,10 +141,7 @@ def test_replay_is_bit_identical_however_often_it_is_killed(recorded: Path, tmp_
     rng = random.Random(7)
     for least in (0, 2, 5):  # updates done when it is killed: none, some, nearly all
         page = replay(broken, recorded)
-        reached = (
-            (lambda: (broken / "checkpoints").is_dir()) if not least else (lambda least=least: updates(broken) >= least)
-        )
-        page.until(reached, f"update {least}")
+        page.until(lambda: (broken / "checkpoints").is_dir() and updates(broken) >= least, f"update {least}")  # noqa: B023
         time.sleep(rng.uniform(0.0, 0.2))
         page.kill()
     finish(replay(broken, recorded))
@@ -195,16 +193,16 @@ def test_a_bad_update_changes_nothing_and_many_end_the_run(recorded: Path, tmp_p
 # -------------------------------------------------------------------------------------------------- three processes
 def test_three_processes_on_one_directory_survive_each_others_deaths(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    apart = (*SMALL, *OFTEN, "--config.serving.address=run", "--config.rollout.here=False")
+    apart = (*BARE, *OFTEN, "--config.serving.address=run", "--config.rollout.here=False")
 
     def learner(count: int) -> Page:
         return train(run, *apart, f"--config.train.updates={count}")
 
     def actor() -> Page:
-        return Page("rollout", DEBUG, f"--workdir={run}", *SMALL, log=tmp_path / "rollout")
+        return Page("rollout", DEBUG, f"--workdir={run}", *BARE, log=tmp_path / "rollout")
 
     def server() -> Page:
-        return Page("serve", DEBUG, f"--workdir={run}", *SMALL, log=tmp_path / "serve")
+        return Page("serve", DEBUG, f"--workdir={run}", *BARE, log=tmp_path / "serve")
 
     def more(page: Page, what: str) -> None:
         done = updates(run)
@@ -212,8 +210,8 @@ def test_three_processes_on_one_directory_survive_each_others_deaths(tmp_path: P
 
     acting, learning, serving = actor(), learner(100000), server()  # the server last: the others wait for it
     more(learning, "of the three")
-    assert "jaxlib" not in Path(f"/proc/{acting.process.pid}/maps").read_text() if os.path.exists("/proc") else True
-    assert updates(run) >= 2
+    loaded = Path(f"/proc/{acting.process.pid}/maps")
+    assert not loaded.exists() or "jaxlib" not in loaded.read_text()
 
     acting.kill()
     acting = actor()
@@ -229,5 +227,5 @@ def test_three_processes_on_one_directory_survive_each_others_deaths(tmp_path: P
     for page in (acting, serving):
         assert page.end(signal.SIGTERM) == 0, page.said[-4000:]
         assert "Traceback" not in page.said, page.said[-4000:]
-    second = [line for line in (run / "log.txt").read_text().splitlines() if " E " in line]
-    assert not second, second
+    errors = [line for line in (run / "log.txt").read_text().splitlines() if " E " in line]
+    assert not errors, errors

@@ -47,6 +47,7 @@ __all__ = [
 
 UNSENDABLE = (TypeError, ValueError, NotImplementedError, OverflowError)  # what encoding a bad request raises
 CHUNK_BYTES = 1 << 20  # of a weight upload
+CLOSE_SECONDS = 0.2  # an answered call may take to end
 
 
 class RequestScheduler(Protocol):
@@ -159,13 +160,21 @@ class GrpcClient:
         return getattr(self._channel, kind)(f"/{SERVICE}/{name}")
 
     async def close(self) -> None:
-        """Ends calls under way and closes the connection."""
+        """Ends calls under way and closes the connection.
+
+        An answered call still has to hear its end: gRPC tells one that comes to a closed event loop as an error.
+        """
+        if self._tasks:
+            await asyncio.wait([*self._tasks], timeout=CLOSE_SECONDS)
         for task in [*self._tasks]:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._channel is not None:
             await self._channel.close()
             self._channel = None
+        ends = [task for task in asyncio.all_tasks() if "_handle_status" in task.get_coro().__qualname__]
+        if ends:
+            await asyncio.wait(ends, timeout=CLOSE_SECONDS)
 
     # ------------------------------------------------------------------------------------------------- decisions
     async def generate(self, prompt: Prompt, sampling: Sampling) -> Completion:

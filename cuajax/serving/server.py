@@ -12,6 +12,7 @@ import functools
 import hmac
 import importlib.util
 import ipaddress
+import logging
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -185,6 +186,14 @@ class _Policy:
         return header, weights.unflatten(leaves, self._scheduler.template)
 
 
+class _Departed(logging.Filter):
+    """Drops what gRPC tells of calls whose caller went away or was sent away: that is no fault of ours."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        kind = record.exc_info[0] if record.exc_info else None
+        return kind is None or kind.__name__ not in ("CancelledError", "ExecuteBatchError")
+
+
 class PolicyServer:
     """The gRPC face of a scheduler, with its own thread and event loop."""
 
@@ -209,6 +218,9 @@ class PolicyServer:
 
     def start(self) -> str:
         """Serves from now on; returns "host:port". Raises OSError when the address cannot be bound."""
+        told = logging.getLogger("grpc._cython.cygrpc")
+        if not any(isinstance(f, _Departed) for f in told.filters):
+            told.addFilter(_Departed())
         self._thread.start()
         self.address = self._bound.result()
         return self.address

@@ -16,9 +16,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 DEBUG = "--config=configs/stepo.py:debug"
-SECONDS = 240.0  # of anything waited for: a shared machine may be slow
+SECONDS = 600.0  # of anything waited for: a shared machine may be slow
+PATIENT = pytest.mark.timeout(1800)
 
 
 @functools.cache

@@ -120,3 +120,34 @@ def test_where_it_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     policy_server.advertise(tmp_path, "0.0.0.0:6")
     assert policy_server.find(tmp_path, "run").rpartition(":")[2] == "6"
     assert not policy_server.find(tmp_path, "run").startswith("0.0.0.0")
+
+
+def test_clients_of_short_loops_end_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    """A call that ends after its event loop has closed would be told as an error by gRPC's queue."""
+    from types import SimpleNamespace
+
+    from cuajax.serving.client import GrpcClient
+    from cuajax.serving.server import PolicyServer
+
+    class Instant:
+        engine = SimpleNamespace(buckets=SimpleNamespace(answer=1, lengths=(8,)))
+        live = True
+
+        def submit(self, requests: list) -> None:
+            requests[0].sink([(request.handle, ANSWER) for request in requests])
+
+        def cancel(self, requests: list) -> None:
+            pass
+
+    server = PolicyServer(Instant())  # type: ignore[arg-type]
+    address = server.start()
+
+    async def ask() -> None:
+        client = GrpcClient(address)
+        await asyncio.gather(*(client.generate(PROMPT, Sampling()) for _ in range(30)))
+        await client.close()
+
+    for _ in range(30):
+        asyncio.run(ask())
+    server.stop()
+    assert not [record for record in caplog.records if record.levelname in ("ERROR", "CRITICAL")]

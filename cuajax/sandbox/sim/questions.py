@@ -83,7 +83,7 @@ class Asker:
         asked: list[Clause] = []
         named: list[int] = []
         absent, submit = False, self.desktop.submitted
-        for k in range(self.most):
+        for k in range(self.most - submit):  # "submit" is a clause like any other
             target = self._first() if k == 0 else self._further(named)
             if target < 0:
                 break
