@@ -95,7 +95,7 @@ def warmup(**changes: Any) -> Settings:
         steps=0,  # most updates of phase 1; 0: no warm-up
         second_steps=0,
         transition=0.75,  # grounding from which the learning rate falls
-        gate=0.95,  # grounding (held-out single decisions answered rightly) that ends phase 1
+        gate=0.93,  # grounding (held-out single decisions answered rightly) that ends phase 1
         check_every=50,
         screens=30,  # an update
         second_screens=26,  # an update of phase 2, whose instructions are longer

@@ -1,6 +1,7 @@
 """Score a checkpoint of a run on held-out tasks.
 
-    python launch/evaluate.py --run=DIR --episodes=512 --seed=1 [--sampled] [--samples=K] [--step=best|latest|N] [--json]
+    python launch/evaluate.py --run=DIR --episodes=512 --seed=1 [--sampled] [--samples=K] [--step=best|latest|N]
+        [--json]
 
 Tasks come evenly from the run's families, at seeds no training task and no evaluation of the run itself has; another
 --seed gives other tasks. Greedy, or --sampled at the temperature of training attempts; with --samples=K also pass@k
