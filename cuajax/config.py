@@ -182,7 +182,7 @@ def data(**changes: Any) -> Settings:
         length=192,  # tokens of a row
         loss_tokens=112,  # of a row
         images_per_row=6,
-        rows=22,  # of one microbatch
+        rows=26,  # of one microbatch
         merge_prefixes=True,  # False: plain packing
         prefetch=1,  # batches made ahead
         store_budget=2 << 30,  # bytes on disk before compaction

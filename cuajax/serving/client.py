@@ -172,7 +172,7 @@ class GrpcClient:
         if self._channel is not None:
             await self._channel.close()
             self._channel = None
-        ends = [task for task in asyncio.all_tasks() if "_handle_status" in task.get_coro().__qualname__]
+        ends = [task for task in asyncio.all_tasks() if "_handle_status" in repr(task.get_coro())]
         if ends:
             await asyncio.wait(ends, timeout=CLOSE_SECONDS)
 
