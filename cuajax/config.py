@@ -36,8 +36,6 @@ LIMITS: dict[str, tuple[float, float]] = {
     "train.fsdp": (1, 1 << 16),
     "train.tensor": (1, 1 << 16),
     "checkpoint.keep": (1, 1 << 16),
-    "episodes": (1, 1 << 15),
-    "samples": (1, 1 << 10),
 }
 
 

@@ -379,3 +379,4 @@ def setup_logging(run_dir: str | os.PathLike[str] | None = None, *, level: int =
     root.setLevel(level)
     for name in _QUIET:
         logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns of what was asked for

@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
         if status == PREEMPTED:
             return PREEMPTED
         found = finished(directory / name, targets[name]) or {}
-        ci = "{:.3f} to {:.3f}".format(*found["ci95"]) if found else f"status {status}"
+        ci = "{:.3f}-{:.3f}".format(*found["ci95"]) if found else f"status {status}"
         start, final, updates, seconds = (found.get(key) for key in ("start", "final", "updates", "seconds"))
         rows.append([name, start, final, ci, updates, seconds])
     columns = ("point", "before", "after", "95 % interval", "updates", "seconds")

@@ -1,7 +1,7 @@
 """What every test sees: which services this machine has, and steady property tests.
 
 A test says what it needs with a marker (`@pytest.mark.docker`). A missing service deselects its tests with one printed
-line; under CI=true it is a failure. Slow tests run with `--slow`.
+line; under CI=true it is a failure. Slow tests run with `--slow`, and under CI=true.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    reasons: dict[str, str] = {} if config.getoption("--slow") else {"slow": "run them with --slow"}
+    reasons: dict[str, str] = {} if config.getoption("--slow") or CI else {"slow": "run them with --slow"}
     for name, (_, probe) in SERVICES.items():
         if any(item.get_closest_marker(name) for item in items) and (missing := probe()):
             if CI:

@@ -99,7 +99,7 @@ def test_an_algorithm_of_ones_own_brings_its_arguments() -> None:
 def test_every_section_is_locked_and_limits_hold_by_default() -> None:
     made = config.experiment("all", algo=config.algo("grpo"), warmup=config.warmup())
     config.check(made)
-    known = dict(config.leaves(made))
+    known = dict(config.leaves(made)) | dict(config.leaves(config.scoring()))
     assert set(config.LIMITS) <= set(known), "a limit without its setting"
     with pytest.raises(AttributeError):
         made.train.nothing = 1

@@ -40,15 +40,33 @@ def same(one: list, other: list) -> bool:
 
 # ------------------------------------------------------------------------------------------------- what it leaves
 def test_a_run_leaves_what_it_promises(run: Path) -> None:
-    for name in ("config.json", "metrics.jsonl", "success.png", "report.html", "result.json", "log.txt"):
+    for name in ("config.json", "metrics.jsonl", "success.png", "report.html", "result.json"):
         assert (run / name).stat().st_size > 0, name
     assert list((run / "tensorboard").glob("events*")) and (run / "experience").is_dir()
+    assert (run / "log.txt").exists()
     assert checkpoints(run)[-1] == 5
     assert [row["step"] for row in rows(run)] == [1, 2, 3, 4, 5]
     result = json.loads((run / "result.json").read_text())
     assert result["updates"] == result["target"] == 5 and result["episodes"] == 10
     assert 0.0 <= result["ci95"][0] <= result["final"] <= result["ci95"][1] <= 1.0
     assert "<script src" not in (run / "report.html").read_text()
+
+
+def test_any_hop_of_a_recorded_attempt_can_be_looked_at(run: Path, tmp_path: Path) -> None:
+    seq = rows(run)[0]["data/seqs"][0]
+    page = Page("replay", "dump", f"--run={run}", "--hop=all", f"--seq={seq}", f"--out={tmp_path / 'png'}",
+                log=tmp_path / "log")  # fmt: skip
+    said = finish(page)
+    hops = ("task", "observation", "prompt", "completion", "calls", "outcome", "group", "credit", "batch", "update",
+            "version")  # fmt: skip
+    assert [line.removeprefix("-- ") for line in said.splitlines() if line.startswith("-- ")] == list(hops)
+    shows = ("instruction: ", "<image>x16 ", "<act>", "logprobs [-", "weights sum to 1.0", "update 1 trained groups")
+    for shown in shows:
+        assert shown in said, shown
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in (tmp_path / "png").iterdir())
+    assert len(list((tmp_path / "png").iterdir())) == said.split("-- prompt")[0].count("sha256")
+    page = Page("replay", "dump", f"--run={run}", "--hop=task", "--seq=999999", log=tmp_path / "other")
+    assert page.end() == 2 and "error: group 999999 of " in page.said
 
 
 # ---------------------------------------------------------------------------------------------------- how it goes on
