@@ -100,7 +100,7 @@ def warmup(**changes: Any) -> Settings:
         per_screen=8,  # instructions a screen
         sparse_steps=400,  # updates over which screens fill up
         read=0.0,  # share of questions about a place of the screen
-        filler=0.6,  # share of phase 2's instructions that are lengthened by words that say nothing
+        filler=0.6,  # share of instructions lengthened by words that say nothing
         absent=0.12,  # share of instructions that name what is not there
         decay_over=400,  # updates from the full learning rate to 30 %
         second_rate=0.6,  # learning rate at the start of phase 2, as a share
@@ -180,7 +180,7 @@ def data(**changes: Any) -> Settings:
         length=192,  # tokens of a row
         loss_tokens=112,  # of a row
         images_per_row=6,
-        rows=26,  # of one microbatch
+        rows=32,  # of one microbatch
         merge_prefixes=True,  # False: plain packing
         prefetch=1,  # batches made ahead
         store_budget=2 << 30,  # bytes on disk before compaction

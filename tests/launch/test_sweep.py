@@ -62,6 +62,7 @@ def test_a_failed_point_is_shown_and_the_others_run(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sweep, "run_point", lambda spec, point, run_dir: 1)
+    monkeypatch.setenv("COLUMNS", "160")
     assert sweep.main([f"--sweep={file}", f"--workdir={tmp_path / 'out'}"]) == 1
     assert capsys.readouterr().out.count("status 1") == 2
 
