@@ -3,7 +3,7 @@
     python launch/evaluate.py --run=runs/stepo --episodes=512 --seed=1
     python launch/evaluate.py --config=configs/eval.py --config.run=runs/stepo --config.sampled=true --config.samples=8
 
-Hardware: two CPU cores; 512 episodes take {{SECONDS}} seconds. The last line is one JSON object.
+Hardware: two CPU cores. The last line is one JSON object.
 """
 
 from cuajax import config

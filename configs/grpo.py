@@ -4,8 +4,7 @@
     python launch/train.py --config=configs/grpo.py:token         # each response token
     python launch/train.py --config=configs/grpo.py:naive_step    # each decision, so that long attempts dominate
 
-Hardware: two CPU cores, no GPU. Everything but the weights is as in configs/stepo.py: {{MINUTES}} minutes,
-{{SUCCESS}} % of held-out tasks ({{SUCCESS_TOKEN}} % token, {{SUCCESS_NAIVE}} % naive_step).
+Hardware: two CPU cores, no GPU. Everything but the weights is as in configs/stepo.py.
 `configs/grpo.py:debug` runs the same pages in under a minute.
 """
 

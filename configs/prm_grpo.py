@@ -5,7 +5,7 @@
 A round collects attempts, keeps the steps that PRO-CUA's filters keep, samples candidates at each without a sandbox,
 and trains on all of them once; KL is measured against the policy the round began with. Groups of equal rewards are
 trained too: they pay KL.
-Hardware: two CPU cores, no GPU; {{MINUTES}} minutes, {{SUCCESS}} % of held-out tasks.
+Hardware: two CPU cores, no GPU.
 `configs/prm_grpo.py:debug` runs the same pages in under a minute.
 """
 

@@ -3,7 +3,7 @@
     python launch/train.py --config=configs/sft.py
 
 Every update takes fresh demonstrations at training seeds, through the same store, packer and step as reinforcement.
-Hardware: two CPU cores, no GPU; {{MINUTES}} minutes, {{SUCCESS}} % of held-out tasks.
+Hardware: two CPU cores, no GPU.
 `configs/sft.py:debug` runs the same pages in under a minute.
 """
 
