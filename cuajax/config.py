@@ -175,12 +175,12 @@ def serving(**changes: Any) -> Settings:
 def data(**changes: Any) -> Settings:
     """data: from groups to batches."""
     return section("data", dict(
-        groups_per_update=16,
+        groups_per_update=14,
         drop_zero_variance=True,  # dynamic sampling: a group with equal rewards is replaced by a fresh one
-        length=192,  # tokens of a row
-        loss_tokens=112,  # of a row
-        images_per_row=6,
-        rows=32,  # of one microbatch
+        length=128,  # tokens of a row
+        loss_tokens=72,  # of a row
+        images_per_row=4,
+        rows=40,  # of one microbatch
         merge_prefixes=True,  # False: plain packing
         prefetch=1,  # batches made ahead
         store_budget=2 << 30,  # bytes on disk before compaction

@@ -134,7 +134,7 @@ class Asker:
                     continue
                 if tab >= 0 and w.page != tab:
                     continue
-            score = random_() + (0.35 if kind == "ok" else (random_() < 0.35) if kind in ("field", "drop") else 0.0)
+            score = random_() + (0.35 if kind == "ok" else (random_() < 0.15) if kind in ("field", "drop") else 0.0)
             if score > top:
                 best, top = i, score
         return best
