@@ -100,12 +100,13 @@ def warmup(**changes: Any) -> Settings:
         per_screen=8,  # instructions a screen
         sparse_steps=400,  # updates over which screens fill up
         read=0.0,  # share of questions about a place of the screen
-        filler=0.6,  # share of instructions lengthened by words that say nothing
+        filler=0.7,  # share of phase 2's instructions that are lengthened by words that say nothing
         absent=0.12,  # share of instructions that name what is not there
         decay_over=400,  # updates from the full learning rate to 30 %
         second_rate=0.6,  # learning rate at the start of phase 2, as a share
         optimizer=dict(name="muon", learning_rate=6e-3, betas=(0.9, 0.98), weight_decay=1e-4, clip_norm=1.0),
-        pack=dict(length=152, loss_tokens=64, images_per_row=2, rows=16),
+        pack=dict(length=104, loss_tokens=64, images_per_row=2, rows=16),
+        second_pack=dict(length=160, loss_tokens=64, images_per_row=2, rows=15),
     ), changes)  # fmt: skip
 
 
@@ -267,7 +268,7 @@ def desktop(name: str, *, seed: int = 0, **sections: Settings) -> Settings:
     """
     shared = dict(
         suite=suite(families=DESKTOP, infeasible=("infeasible",)),
-        warmup=warmup(steps=1500, second_steps=450),
+        warmup=warmup(steps=1500, second_steps=600),
         train=train(updates=300),
         eval=evaluation(every=50),
     )
@@ -279,7 +280,7 @@ def shrink(made: Settings) -> Settings:
     return override(made, {
         "name": f"{made.name}_debug", "warmup.steps": min(made.warmup.steps, 4), "warmup.second_steps": 2,
         "warmup.check_every": 2, "warmup.gate": 0.0, "warmup.screens": 4,
-        "warmup.second_screens": 4, "warmup.pack.rows": 4, "data.rows": 8,
+        "warmup.second_screens": 4, "warmup.pack.rows": 4, "warmup.second_pack.rows": 4, "data.rows": 8,
         "rollout.group_size": 4, "data.groups_per_update": 2, "data.drop_zero_variance": False,
         "rounds.rounds": 1, "rounds.tasks": 8, "train.updates": 5, "train.publish_every": 1,
         "optimizer.warmup_steps": 1, "eval.every": 5, "eval.tasks": 10, "eval.final_tasks": 10, "eval.collapse": 0.0,

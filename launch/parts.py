@@ -267,7 +267,7 @@ def mix(config: Settings, step: int, clauses: int) -> Mix:
         two=0.7,
         sparse=sparse,
         bins=config.agent.bins,
-        filler=w.filler,
+        filler=w.filler if clauses > 1 else 0.0,
     )
 
 

@@ -66,14 +66,15 @@ def warm_up(
     """The parameters after both phases; progress and grounding go to the metrics as step 0."""
     w, made = config.warmup, rule(config, learner.axes)
     now, train = learner.begin(params, made), learner.train_step(surrogate.sft_loss, made)
-    held, spec = parts.grounding_set(config, harness), parts.pack_spec(harness, config, w.pack)
+    held = parts.grounding_set(config, harness)
+    shapes = {1: parts.pack_spec(harness, config, w.pack), 2: parts.pack_spec(harness, config, w.second_pack)}
     done = passed = 0
     grounding = 0.0
     shown = {"grounding": "warmup/grounding", "loss": "warmup/nll"}
     with ProgressLine(w.steps + w.second_steps, label="warm-up", shown=shown) as line:
         for phase, limit in ((1, w.steps), (2, w.second_steps)):
             make = functools.partial(parts.single_decisions, config, harness, phase=phase)
-            batches = iter(supervised(make, spec=spec, seed=config.seed, steps=limit, prefetch=2))
+            batches = iter(supervised(make, spec=shapes[phase], seed=config.seed, steps=limit, prefetch=2))
             for step, (batch, _) in enumerate(batches, 1):
                 speed = jnp.float32(rate(w, phase=phase, step=step, passed=passed))
                 now.opt_state.hyperparams["learning_rate"] = speed

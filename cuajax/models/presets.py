@@ -8,11 +8,11 @@ from cuajax.models.policy import DecoderConfig, PolicyConfig, VisionConfig
 
 
 def tiny(vocab_size: int = 128) -> PolicyConfig:
-    """Qwen3-VL in small (about 0.6M parameters): learns a 64x64 desktop on two cores in minutes."""
+    """Qwen3-VL in small (about 0.4M parameters): learns a 64x64 desktop on two cores in minutes."""
     return PolicyConfig(
         vocab_size=vocab_size,
         vision=VisionConfig(
-            hidden=96, depth=1, heads=6, ffn=192, patch=8, merge=2, temporal=2, position_side=8, deepstack=(0,)
+            hidden=64, depth=1, heads=4, ffn=128, patch=8, merge=2, temporal=2, position_side=8, deepstack=(0,)
         ),
         decoder=DecoderConfig(
             hidden=64,

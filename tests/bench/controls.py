@@ -95,7 +95,7 @@ def _supervise(run: Run, params: Any, *, learner: Any, seconds: float) -> tuple[
     rule = warmup.rule(config, learner.axes)
     now, train = learner.begin(params, rule), learner.train_step(surrogate.sft_loss, rule)
     make = functools.partial(_fresh, config, harness)
-    batches = iter(supervised(make, spec=parts.pack_spec(harness, config, w.pack), seed=config.seed, prefetch=2))
+    batches = iter(supervised(make, spec=parts.pack_spec(harness, config, w.second_pack), seed=config.seed, prefetch=2))
     updates, began, spent = 0, time.monotonic(), 0.0
     with metrics.ProgressLine(round(seconds), label="second", shown={"updates": "updates", "loss": "nll"}) as line:
         while spent < seconds:
