@@ -141,9 +141,10 @@ def next_batch(
     return None, {}
 
 
-def check_skipped(report: Mapping[str, Any], limit: int) -> None:
-    """Raises Diverged after `limit` non-finite updates in a row."""
+def check_skipped(report: Mapping[str, Any], limit: int, *, checkpoints: Checkpoints) -> None:
+    """Raises Diverged after `limit` non-finite updates in a row, once what is being saved is on disk."""
     if int(report["skipped"]) >= limit:
+        checkpoints.wait()
         last = f"loss {float(report['loss'])}, gradient norm {float(report['grad_norm'])}"
         raise Diverged(
             f"{int(report['skipped'])} updates in a row were not finite, the limit is {limit}; the last: {last}"

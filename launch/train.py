@@ -132,7 +132,7 @@ def main(config: Settings, workdir: str) -> int:
                     batch = batch._replace(prox_logp=score(state.params, batch))
                 for _ in range(config.train.epochs):
                     state, report = train_step(state, batch)
-                learning.check_skipped(report, config.train.skip_limit)  # waits for the device
+                learning.check_skipped(report, config.train.skip_limit, checkpoints=checkpoints)  # waits for the device
             with account.clock("publish"):
                 due = update % config.train.publish_every == 0
                 version = publish(state.params) if due and not replay else version
