@@ -29,6 +29,8 @@ LIMITS: dict[str, tuple[float, float]] = {
     "optimizer.learning_rate": (0.0, 1.0),
     "optimizer.end": (0.0, 1.0),
     "rollout.floor": (0.0, 1.0),
+    "rollout.beta": (0.0, 1.0),
+    "rollout.tasks_per_family": (0, 1 << 30),
     "rollout.infeasible_share": (0.0, 1.0),
     "train.publish_every": (1, 1 << 16),
     "train.updates": (0, 1 << 40),
@@ -144,7 +146,9 @@ def rollout(**changes: Any) -> Settings:
         attempts=512,  # in flight at once
         max_lag=2,  # policy versions; older groups age out
         retries=8,  # attempts a group may repeat because the world failed
-        sampling="vas",  # uniform | vas: families by 4P(1-P)
+        sampling="vas",  # uniform | vas: families or tasks by 4P(1-P)
+        tasks_per_family=0,  # P is kept for each of so many tasks a family; 0: every task is new, P is a family's
+        beta=0.7,  # how much of P stays when a group ends
         floor=0.05,  # least weight of a family
         infeasible_share=0.08,
         timeout=120.0,  # seconds of one attempt
@@ -192,7 +196,7 @@ def optimizer(**changes: Any) -> Settings:
     """train.optimizer: arguments of `make_schedule` and `make_optimizer`."""
     return section("optimizer", dict(
         name="adamw",  # adamw | muon
-        learning_rate=4e-4,
+        learning_rate=6e-4,
         schedule="linear",  # constant | linear | cosine
         end=0.3,  # share of the learning rate at the last update
         warmup_steps=30,
@@ -256,21 +260,21 @@ def experiment(name: str, *, seed: int = 0, **sections: Settings) -> Settings:
 
 
 DESKTOP = (
-    "check1", "check2", "check3", "type", "drop", "tabcheck", "typecheck", "droptype", "radiocheck", "order3",
+    "check2", "check3", "type", "drop", "tabcheck", "typecheck", "droptype", "drop+check1", "radiocheck", "order3",
     "infeasible",
 )  # fmt: skip
 
 
 def desktop(name: str, *, seed: int = 0, **sections: Settings) -> Settings:
-    """An experiment on the embedded desktop: its families, a warm-up on single decisions, then 300 updates.
+    """An experiment on the embedded desktop: its families, a warm-up on single decisions, then 180 updates.
 
     `sections` replace these or add to them.
     """
     shared = dict(
         suite=suite(families=DESKTOP, infeasible=("infeasible",)),
         warmup=warmup(steps=1500, second_steps=600),
-        train=train(updates=300),
-        eval=evaluation(every=50),
+        train=train(updates=180),
+        eval=evaluation(every=30),
     )
     return experiment(name, seed=seed, **{**shared, **sections})
 

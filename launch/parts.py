@@ -122,7 +122,7 @@ def curriculum(config: Settings) -> Curriculum:
     r = config.rollout
     return Curriculum(
         tuple(config.suite.families), infeasible=tuple(config.suite.infeasible), mode=r.sampling, floor=r.floor,
-        infeasible_share=r.infeasible_share,
+        infeasible_share=r.infeasible_share, beta=r.beta, tasks_per_family=r.tasks_per_family,
     )  # fmt: skip
 
 

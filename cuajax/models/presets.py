@@ -16,7 +16,7 @@ def tiny(vocab_size: int = 128) -> PolicyConfig:
         ),
         decoder=DecoderConfig(
             hidden=64,
-            layers=3,
+            layers=4,
             heads=4,
             kv_heads=2,
             head_dim=16,

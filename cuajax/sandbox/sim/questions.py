@@ -144,7 +144,8 @@ class Asker:
         kind = w.kind
         verb, colour = VERB_OF[kind], COLOURS[w.colour]
         if kind == "field":
-            return verb, str(w.value) if w.value and random_() < 0.6 else typed_word(self.rng)
+            # one's own word nearly always: in an attempt another one is there only after a mistake
+            return verb, str(w.value) if w.value and random_() < 0.9 else typed_word(self.rng)
         if kind in ("drop", "menu"):
             if self.desktop.popup == index:  # what shows already is not asked for while the popup is open
                 return verb, COLOURS[self.rng.choice([c for c in w.options if c != w.value])]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cuajax.sandbox.sim.families import FAMILIES, build
+from cuajax.sandbox.sim.families import FAMILIES, build, family
 from cuajax.sandbox.sim.goals import Rect
 from cuajax.sandbox.sim.questions import Asker, Mix
 from cuajax.sandbox.sim.render import render
@@ -65,13 +65,19 @@ def decisions(
 ) -> list[Decision]:
     """`n_screens * per_screen` decisions, screen by screen.
 
-    clauses: most clauses of an instruction. pool: families whose desktops are drawn. size: width, height, scale.
+    clauses: most clauses of an instruction. pool: families whose desktops are drawn, so that each of their parts has an
+    equal share of the screens. size: width, height, scale.
     """
     mix = mix or Mix()
     width, height, scale = size
+    having: dict[str, list[str]] = {}
+    for name in pool:
+        for part in dict.fromkeys(family(name).parts):
+            having.setdefault(part, []).append(name)
+    each = list(having.values())
     result: list[Decision] = []
     for _ in range(n_screens):
-        built = build(rng.choice(pool), rng, width / scale, height / scale)
+        built = build(rng.choice(rng.choice(each)), rng, width / scale, height / scale)
         desktop, parts = built.desktop, built.family.parts
         disturb(rng, desktop, parts, sparse=mix.sparse)
         shot = render(desktop, width=width, height=height, scale=scale)
