@@ -95,7 +95,7 @@ def warmup(**changes: Any) -> Settings:
         steps=0,  # most updates of phase 1; 0: no warm-up
         second_steps=0,
         transition=0.75,  # grounding from which the learning rate falls
-        gate=0.93,  # grounding (held-out single decisions answered rightly) that ends phase 1
+        gate=0.88,  # grounding (held-out single decisions answered rightly) that ends phase 1
         check_every=50,
         screens=30,  # an update
         second_screens=26,  # an update of phase 2, whose instructions are longer
@@ -272,7 +272,7 @@ def desktop(name: str, *, seed: int = 0, **sections: Settings) -> Settings:
     """
     shared = dict(
         suite=suite(families=DESKTOP, infeasible=("infeasible",)),
-        warmup=warmup(steps=1500, second_steps=600),
+        warmup=warmup(steps=1500, second_steps=500),
         train=train(updates=180),
         eval=evaluation(every=30),
     )
