@@ -88,14 +88,16 @@ def agent(**changes: Any) -> Settings:
 def warmup(**changes: Any) -> Settings:
     """Supervised single decisions on random screens before reinforcement starts, until grounding is measured.
 
-    Phase 1 (instructions of one clause) ends when grounding reaches `gate`, phase 2 (two clauses) after
-    `second_steps`; a gate not reached after `steps` is told and the run goes on.
+    Phase 1 (instructions of one clause) ends when grounding reaches `gate`, phase 2 (up to two clauses) `second_decay`
+    updates after grounding of its instructions reached `second_gate`. A gate not reached is told, and the run goes on.
     """
     return section("warmup", dict(
         steps=0,  # most updates of phase 1; 0: no warm-up
-        second_steps=0,
+        second_steps=0,  # most updates of phase 2
         transition=0.75,  # grounding from which the learning rate falls
         gate=0.88,  # grounding (held-out single decisions answered rightly) that ends phase 1
+        second_gate=0.9,  # grounding from which phase 2's learning rate falls
+        second_decay=200,  # updates from there to its end
         check_every=50,
         screens=30,  # an update
         second_screens=26,  # an update of phase 2, whose instructions are longer
@@ -105,7 +107,7 @@ def warmup(**changes: Any) -> Settings:
         filler=0.7,  # share of phase 2's instructions that are lengthened by words that say nothing
         absent=0.12,  # share of instructions that name what is not there
         decay_over=400,  # updates from the full learning rate to 30 %
-        second_rate=0.6,  # learning rate at the start of phase 2, as a share
+        second_rate=0.6,  # learning rate of phase 2, as a share
         optimizer=dict(name="muon", learning_rate=6e-3, betas=(0.9, 0.98), weight_decay=1e-4, clip_norm=1.0),
         pack=dict(length=104, loss_tokens=64, images_per_row=2, rows=16),
         second_pack=dict(length=160, loss_tokens=64, images_per_row=2, rows=15),
@@ -272,7 +274,7 @@ def desktop(name: str, *, seed: int = 0, **sections: Settings) -> Settings:
     """
     shared = dict(
         suite=suite(families=DESKTOP, infeasible=("infeasible",)),
-        warmup=warmup(steps=1500, second_steps=500),
+        warmup=warmup(steps=1500, second_steps=1000),
         train=train(updates=180),
         eval=evaluation(every=30),
     )
@@ -283,8 +285,8 @@ def shrink(made: Settings) -> Settings:
     """The `:debug` form: the same pages and rooms, over in under a minute."""
     return override(made, {
         "name": f"{made.name}_debug", "warmup.steps": min(made.warmup.steps, 4), "warmup.second_steps": 2,
-        "warmup.check_every": 2, "warmup.gate": 0.0, "warmup.screens": 4,
-        "warmup.second_screens": 4, "warmup.pack.rows": 4, "warmup.second_pack.rows": 4, "data.rows": 8,
+        "warmup.check_every": 2, "warmup.gate": 0.0, "warmup.second_gate": 0.0, "warmup.second_decay": 0,
+        "warmup.screens": 4, "warmup.second_screens": 4, "warmup.pack.rows": 4, "warmup.second_pack.rows": 4, "data.rows": 8,
         "rollout.group_size": 4, "data.groups_per_update": 2, "data.drop_zero_variance": False,
         "rounds.rounds": 1, "rounds.tasks": 8, "train.updates": 5, "train.publish_every": 1,
         "optimizer.warmup_steps": 1, "eval.every": 5, "eval.tasks": 10, "eval.final_tasks": 10, "eval.collapse": 0.0,

@@ -301,12 +301,12 @@ def labelled(chosen: Sequence[Decision], made: Harness) -> tuple[list[Sample], d
     return samples, {digest: pixels for digest, pixels, _ in images.values()}
 
 
-def grounding_set(config: Settings, made: Harness, *, count: int = 64) -> list[Decision]:
-    """Held-out single decisions of one clause that grounding is measured on: full screens, no reading questions."""
-    shown = replace(mix(config, 0, 1), read=0.0, sparse=0.0)
+def grounding_set(config: Settings, made: Harness, *, clauses: int = 1, count: int = 64) -> list[Decision]:
+    """Held-out single decisions that grounding is measured on: full screens, no reading questions."""
+    shown = replace(mix(config, 0, clauses), read=0.0, sparse=0.0)
     pool = tuple(f for f in config.suite.families if f not in config.suite.infeasible)
     size = (config.suite.screen, config.suite.screen, 1)
-    return decisions(random.Random("grounding"), count, 6, clauses=1, pool=pool, mix=shown, size=size)
+    return decisions(random.Random(f"grounding/{clauses}"), count, 6, clauses=clauses, pool=pool, mix=shown, size=size)
 
 
 async def _answer_all(connect: Connect, made: Harness, chosen: Sequence[Decision]) -> list[bool]:

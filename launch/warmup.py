@@ -2,7 +2,7 @@
 
 A small policy grounds instructions in pixels only after a transition, at a different update for every seed, and
 reinforcement that starts before it stays stuck. So phase 1 (instructions of one clause) lasts until held-out grounding
-reaches the gate; phase 2 adds instructions of two clauses. No trajectory of any task is shown.
+reaches its gate, and phase 2 (up to two clauses) until theirs reaches another. No trajectory of any task is shown.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from cuajax.train import optimizer
 log = logging.getLogger(__name__)
 RAMP = 30  # updates over which the learning rate rises
 FLOOR = 0.3  # share of the learning rate that phase 1 decays to, once past the transition
+LAST = 0.1  # share that phase 2 ends at
 
 
 def rule(config: Settings, axes: Any) -> optax.GradientTransformation:
@@ -47,16 +48,17 @@ def rule(config: Settings, axes: Any) -> optax.GradientTransformation:
 
 
 def rate(w: Settings, *, phase: int, step: int, passed: int) -> float:
-    """Learning rate of update `step` (from 1) of a phase; `passed`: the update at which the transition was seen, or 0.
+    """Learning rate of update `step` (from 1) of a phase; `passed`: the update at which its mark was seen, or 0.
 
-    Phase 1: full until the transition, then down to FLOOR over `decay_over` updates. Phase 2: from `second_rate` of it
-    linearly to a tenth.
+    Phase 1: full until the transition, then down to FLOOR over `decay_over` updates. Phase 2: `second_rate` of it until
+    its gate, then down to LAST over `second_decay` updates.
     """
     full = w.optimizer.learning_rate
     if phase == 1:
         down = 1.0 if not passed else max(FLOOR, 1.0 - (step - passed) / w.decay_over)
         return full * min(1.0, step / RAMP) * down
-    return full * (w.second_rate + (0.1 - w.second_rate) * step / max(1, w.second_steps))
+    over = (step - passed) / max(1, w.second_decay) if passed else 0.0
+    return full * (w.second_rate + (LAST - w.second_rate) * min(1.0, over))
 
 
 def warm_up(
@@ -66,15 +68,16 @@ def warm_up(
     """The parameters after both phases; progress and grounding go to the metrics as step 0."""
     w, made = config.warmup, rule(config, learner.axes)
     now, train = learner.begin(params, made), learner.train_step(surrogate.sft_loss, made)
-    held = parts.grounding_set(config, harness)
+    held = {phase: parts.grounding_set(config, harness, clauses=phase) for phase in (1, 2)}
     shapes = {1: parts.pack_spec(harness, config, w.pack), 2: parts.pack_spec(harness, config, w.second_pack)}
-    done = passed = 0
-    grounding = 0.0
+    marks = {1: w.transition, 2: w.second_gate}  # grounding from which the learning rate falls
+    done = 0
     shown = {"grounding": "warmup/grounding", "loss": "warmup/nll"}
     with ProgressLine(w.steps + w.second_steps, label="warm-up", shown=shown) as line:
         for phase, limit in ((1, w.steps), (2, w.second_steps)):
             make = functools.partial(parts.single_decisions, config, harness, phase=phase)
             batches = iter(supervised(make, spec=shapes[phase], seed=config.seed, steps=limit, prefetch=2))
+            passed, ended = 0, False
             for step, (batch, _) in enumerate(batches, 1):
                 speed = jnp.float32(rate(w, phase=phase, step=step, passed=passed))
                 now.opt_state.hyperparams["learning_rate"] = speed
@@ -83,17 +86,16 @@ def warm_up(
                 row: dict[str, Any] = {}
                 if step % w.check_every == 0 or step == limit:
                     publish(now.params)
-                    grounding = parts.grounding(connect, harness, held)
-                    passed = passed or (step if grounding >= w.transition else 0)
+                    grounding = parts.grounding(connect, harness, held[phase])
+                    passed = passed or (step if grounding >= marks[phase] else 0)
+                    ended = grounding >= w.gate if phase == 1 else bool(passed) and step >= passed + w.second_decay
                     row = {"warmup/phase": phase, "warmup/step": done, "warmup/grounding": grounding,
                            "warmup/nll": surrogate.summary(report)["nll"]}  # fmt: skip
                     writer.write(0, row)
                 line.update(done, row)
-                if phase == 1 and row and grounding >= w.gate:
+                if ended:
                     break
             batches.close()
-            if phase == 1 and grounding < w.gate:
-                log.warning(
-                    "phase 1 ended at grounding %.3f, below its gate of %.3f, after %d updates", grounding, w.gate, done
-                )
+            if limit and not ended:
+                log.warning("phase %d ended after %d updates, before its gate", phase, limit)
     return jax.block_until_ready(now.params)

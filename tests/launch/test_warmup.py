@@ -30,7 +30,8 @@ def test_rate_is_full_until_the_transition_and_falls_after_it(settings):
     assert warmup.rate(w, phase=1, step=5000, passed=0) == pytest.approx(full)
     assert warmup.rate(w, phase=1, step=600 + w.decay_over // 2, passed=600) == pytest.approx(0.5 * full)
     assert warmup.rate(w, phase=1, step=9000, passed=600) == pytest.approx(warmup.FLOOR * full)
-    assert warmup.rate(w, phase=2, step=w.second_steps, passed=600) == pytest.approx(0.1 * full)
+    assert warmup.rate(w, phase=2, step=900, passed=0) == pytest.approx(w.second_rate * full)
+    assert warmup.rate(w, phase=2, step=600 + w.second_decay, passed=600) == pytest.approx(warmup.LAST * full)
 
 
 def test_supervised_updates_are_a_pure_function_of_seed_and_step(settings):
