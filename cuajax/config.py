@@ -286,8 +286,8 @@ def shrink(made: Settings) -> Settings:
     return override(made, {
         "name": f"{made.name}_debug", "warmup.steps": min(made.warmup.steps, 4), "warmup.second_steps": 2,
         "warmup.check_every": 2, "warmup.gate": 0.0, "warmup.second_gate": 0.0, "warmup.second_decay": 0,
-        "warmup.screens": 4, "warmup.second_screens": 4, "warmup.pack.rows": 4, "warmup.second_pack.rows": 4, "data.rows": 8,
-        "rollout.group_size": 4, "data.groups_per_update": 2, "data.drop_zero_variance": False,
+        "warmup.screens": 4, "warmup.second_screens": 4, "warmup.pack.rows": 4, "warmup.second_pack.rows": 4,
+        "data.rows": 8, "rollout.group_size": 4, "data.groups_per_update": 2, "data.drop_zero_variance": False,
         "rounds.rounds": 1, "rounds.tasks": 8, "train.updates": 5, "train.publish_every": 1,
         "optimizer.warmup_steps": 1, "eval.every": 5, "eval.tasks": 10, "eval.final_tasks": 10, "eval.collapse": 0.0,
         "checkpoint.every": 5, "serving.prompts": (16,), "serving.lengths": (40,), "serving.slots": (32,),
