@@ -77,7 +77,7 @@ def warm_up(
         for phase, limit in ((1, w.steps), (2, w.second_steps)):
             make = functools.partial(parts.single_decisions, config, harness, phase=phase)
             batches = iter(supervised(make, spec=shapes[phase], seed=config.seed, steps=limit, prefetch=2))
-            passed, ended = 0, False
+            passed, ended, grounding = 0, False, 0.0
             for step, (batch, _) in enumerate(batches, 1):
                 speed = jnp.float32(rate(w, phase=phase, step=step, passed=passed))
                 now.opt_state.hyperparams["learning_rate"] = speed
@@ -97,5 +97,12 @@ def warm_up(
                     break
             batches.close()
             if limit and not ended:
-                log.warning("phase %d ended after %d updates, before its gate", phase, limit)
+                gate = w.gate if phase == 1 else w.second_gate
+                log.warning(
+                    "phase %d ended at its limit of %d updates: grounding %.3f, gate %.3f",
+                    phase,
+                    limit,
+                    grounding,
+                    gate,
+                )
     return jax.block_until_ready(now.params)

@@ -99,7 +99,7 @@ def _supervise(run: Run, params: Any, *, learner: Any, seconds: float) -> tuple[
     updates, began, spent = 0, time.monotonic(), 0.0
     with metrics.ProgressLine(round(seconds), label="second", shown={"updates": "updates", "loss": "nll"}) as line:
         while spent < seconds:
-            share = w.second_rate + (0.1 - w.second_rate) * spent / seconds
+            share = w.second_rate + (warmup.LAST - w.second_rate) * spent / seconds
             speed = w.optimizer.learning_rate * share * min(1.0, (updates + 1) / warmup.RAMP)
             now.opt_state.hyperparams["learning_rate"] = jnp.float32(speed)
             now, report = train(now, learner.place(next(batches)[0]))
