@@ -16,11 +16,10 @@ def get_config(arg: str = "") -> config.Settings:
     options = config.parse_arg(arg, debug=False)
     made = config.desktop(
         "prm_grpo",
-        algo=config.algo("prm_grpo", loss=dict(entropy_coef=3e-3)),
-        rounds=config.rounds(rounds=12, tasks=256),
-        data=config.data(groups_per_update=32, drop_zero_variance=False),
-        optimizer=config.optimizer(schedule="constant"),
-        train=config.train(updates=400),  # at most: the run ends with its rounds
+        algo=config.algo("prm_grpo", loss=dict(entropy_coef=1e-2)),
+        rounds=config.rounds(rounds=28, tasks=128),  # 16 updates a round
+        data=config.data(groups_per_update=32, rows=16, drop_zero_variance=False),
+        train=config.train(updates=450),  # at most: the run ends with its rounds
         eval=config.evaluation(every=25),
     )
     if not options.debug:
