@@ -262,8 +262,8 @@ def experiment(name: str, *, seed: int = 0, **sections: Settings) -> Settings:
 
 
 DESKTOP = (
-    "check2", "check3", "radio+type", "drop+radio", "tabcheck+check1", "typecheck", "droptype", "drop+check1",
-    "radiocheck", "order3", "infeasible",
+    "check2", "check3", "radio+type", "drop+radio", "tabcheck", "typecheck", "droptype", "drop+check1", "radiocheck",
+    "order3", "infeasible",
 )  # fmt: skip
 
 

@@ -210,9 +210,8 @@ class Account:
             for key, stage in _ACTOR.items():
                 self._actor.add(stage, acted.get(key, 0.0))
             row |= {f"rollout/{k}": v for k, v in acted.items() if not k.endswith("_s") and k != "reward"}
-            row["rollout/success"] = acted.get("passed", 0.0) / max(
-                1.0, acted.get("valid", acted.get("collected", 1.0))
-            )
+            if ended := acted.get("valid", acted.get("collected", 0.0)):  # attempts, since the row before
+                row["rollout/success"] = acted.get("passed", 0.0) / ended
         self._since = now
         return row | self.clock.take() | self._server.take() | self._actor.take()
 

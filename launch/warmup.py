@@ -61,6 +61,15 @@ def rate(w: Settings, *, phase: int, step: int, passed: int) -> float:
     return full * (w.second_rate + (LAST - w.second_rate) * min(1.0, over))
 
 
+def gauge(w: Settings, *, phase: int, step: int, passed: int, grounding: float) -> tuple[int, bool]:
+    """(the update at which the phase's mark was seen or 0, whether the phase ends) after grounding was measured.
+
+    Phase 1 ends at its gate, its mark is the transition; phase 2's mark is its gate, and it ends once its rate is down.
+    """
+    passed = passed or (step if grounding >= (w.transition if phase == 1 else w.second_gate) else 0)
+    return passed, grounding >= w.gate if phase == 1 else passed > 0 and step >= passed + w.second_decay
+
+
 def warm_up(
     config: Settings, harness: Harness, params: Any, *, learner: Learner, connect: parts.Connect, publish: Any,
     writer: Writer,
@@ -70,7 +79,6 @@ def warm_up(
     now, train = learner.begin(params, made), learner.train_step(surrogate.sft_loss, made)
     held = {phase: parts.grounding_set(config, harness, clauses=phase) for phase in (1, 2)}
     shapes = {1: parts.pack_spec(harness, config, w.pack), 2: parts.pack_spec(harness, config, w.second_pack)}
-    marks = {1: w.transition, 2: w.second_gate}  # grounding from which the learning rate falls
     done = 0
     shown = {"grounding": "warmup/grounding", "loss": "warmup/nll"}
     with ProgressLine(w.steps + w.second_steps, label="warm-up", shown=shown) as line:
@@ -87,8 +95,7 @@ def warm_up(
                 if step % w.check_every == 0 or step == limit:
                     publish(now.params)
                     grounding = parts.grounding(connect, harness, held[phase])
-                    passed = passed or (step if grounding >= marks[phase] else 0)
-                    ended = grounding >= w.gate if phase == 1 else bool(passed) and step >= passed + w.second_decay
+                    passed, ended = gauge(w, phase=phase, step=step, passed=passed, grounding=grounding)
                     row = {"warmup/phase": phase, "warmup/step": done, "warmup/grounding": grounding,
                            "warmup/nll": surrogate.summary(report)["nll"]}  # fmt: skip
                     writer.write(0, row)
@@ -98,11 +105,6 @@ def warm_up(
             batches.close()
             if limit and not ended:
                 gate = w.gate if phase == 1 else w.second_gate
-                log.warning(
-                    "phase %d ended at its limit of %d updates: grounding %.3f, gate %.3f",
-                    phase,
-                    limit,
-                    grounding,
-                    gate,
-                )
+                log.warning("phase %d ended at its limit of %d updates: grounding %.3f, gate %.3f",
+                            phase, limit, grounding, gate)  # fmt: skip
     return jax.block_until_ready(now.params)

@@ -34,6 +34,19 @@ def test_rate_is_full_until_the_transition_and_falls_after_it(settings):
     assert warmup.rate(w, phase=2, step=600 + w.second_decay, passed=600) == pytest.approx(warmup.LAST * full)
 
 
+def test_phases_end_on_measured_grounding(settings):
+    """Phase 1 at its gate; phase 2 `second_decay` updates after its own, also when grounding falls again meanwhile."""
+    w = settings.warmup
+    assert warmup.gauge(w, phase=1, step=300, passed=0, grounding=w.transition - 0.01) == (0, False)
+    assert warmup.gauge(w, phase=1, step=350, passed=0, grounding=w.transition) == (350, False)
+    assert warmup.gauge(w, phase=1, step=400, passed=350, grounding=w.gate) == (350, True)
+    assert warmup.gauge(w, phase=2, step=900, passed=0, grounding=w.second_gate - 0.01) == (0, False)
+    assert warmup.gauge(w, phase=2, step=100, passed=0, grounding=w.second_gate) == (100, False)
+    last = 100 + w.second_decay
+    assert warmup.gauge(w, phase=2, step=last - 1, passed=100, grounding=1.0) == (100, False)
+    assert warmup.gauge(w, phase=2, step=last, passed=100, grounding=0.5) == (100, True)
+
+
 def test_supervised_updates_are_a_pure_function_of_seed_and_step(settings):
     harness = parts.harness(settings)
     one, images = parts.single_decisions(settings, harness, 3, 7, phase=1)
@@ -95,3 +108,10 @@ def test_held_out_tasks_are_new_and_even(settings):
     assert [t.family for t in tasks[:11]] == list(settings.suite.families)
     assert min(int(t.id.split("/")[-1]) for t in tasks) >= 1 << 30
     assert np.mean([suite.oracle_length(t) for t in tasks]) >= 3.0
+
+
+def test_the_curriculum_is_the_configs(settings):
+    asked = {"rollout.tasks_per_family": 50, "rollout.beta": 0.25, "rollout.floor": 0.125, "rollout.sampling": "uniform"}
+    made = parts.curriculum(program.load(str(ROOT / "configs" / "stepo.py"), asked))
+    assert (made.tasks_per_family, made.beta, made.floor, made.mode) == (50, 0.25, 0.125, "uniform")
+    assert made.families == settings.suite.families and made.infeasible == settings.suite.infeasible

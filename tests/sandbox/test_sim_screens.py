@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 
+from cuajax.sandbox.sim import screens
 from cuajax.sandbox.sim.families import FAMILIES
 from cuajax.sandbox.sim.questions import Mix
 from cuajax.sandbox.sim.screens import Decision, decisions, grounded
@@ -99,3 +100,18 @@ def test_grounded_is_strict() -> None:
     rolling = Decision(made.screenshot, "", Action("scroll", 0.5, 0.5, dy=1.0), (0.4, 0.4, 0.2, 0.2), None, "scroll")
     assert grounded(rolling, Action("scroll", 0.5, 0.5, dy=3.0))
     assert not grounded(rolling, Action("scroll", 0.5, 0.5, dy=-1.0))
+
+
+def test_each_part_of_the_pool_has_an_equal_share_of_the_screens(monkeypatch):
+    """Three families that only check and one that only uses radios: half of the screens have radios."""
+    drawn: list[str] = []
+
+    def spy(name, *args, **kwargs):
+        drawn.append(name)
+        return build(name, *args, **kwargs)
+
+    build = screens.build
+    monkeypatch.setattr(screens, "build", spy)
+    screens.decisions(random.Random(3), 600, 1, pool=("check1", "check2", "check3", "radio"))
+    assert len(drawn) == 600 and 0.44 < drawn.count("radio") / 600 < 0.56
+    assert all(drawn.count(name) > 60 for name in ("check1", "check2", "check3"))
