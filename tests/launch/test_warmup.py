@@ -111,7 +111,8 @@ def test_held_out_tasks_are_new_and_even(settings):
 
 
 def test_the_curriculum_is_the_configs(settings):
-    asked = {"rollout.tasks_per_family": 50, "rollout.beta": 0.25, "rollout.floor": 0.125, "rollout.sampling": "uniform"}
-    made = parts.curriculum(program.load(str(ROOT / "configs" / "stepo.py"), asked))
+    asked = {"tasks_per_family": 50, "beta": 0.25, "floor": 0.125, "sampling": "uniform"}
+    changes = {f"rollout.{key}": value for key, value in asked.items()}
+    made = parts.curriculum(program.load(str(ROOT / "configs" / "stepo.py"), changes))
     assert (made.tasks_per_family, made.beta, made.floor, made.mode) == (50, 0.25, 0.125, "uniform")
     assert made.families == settings.suite.families and made.infeasible == settings.suite.infeasible
