@@ -160,19 +160,29 @@ def token_logprobs(
 
 
 def _score(scores: jax.Array, target: jax.Array, support: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Logits float32[N,V], target int32[N], support int32[N,S] -> log-probability and entropy float32[N]."""
-    norm = jax.nn.logsumexp(scores, axis=-1)
-    kept_entropy, truncated = jnp.zeros_like(norm), jnp.zeros_like(norm, bool)
+    """Logits float32[N,V], target int32[N], support int32[N,S] -> log-probability and entropy float32[N].
+
+    In the sampler's order: scores - logsumexp(scores) would round at the size of the logits, not of the answer.
+    """
+    shift, total = _mass(scores)
+    kept_entropy, truncated = jnp.zeros_like(total), jnp.zeros_like(total, bool)
     if support.shape[-1]:
         kept = jnp.where(support >= 0, jnp.take_along_axis(scores, jnp.maximum(support, 0), axis=-1), MASKED)
         truncated = jnp.any(support >= 0, axis=-1)
-        norm = jnp.where(truncated, jax.nn.logsumexp(kept, axis=-1), norm)
-        kept_logp = kept - norm[:, None]
+        kept_shift, kept_total = _mass(kept)
+        kept_logp = kept - kept_shift[:, None] - kept_total[:, None]
         kept_entropy = -jnp.sum(jnp.where(support >= 0, jnp.exp(kept_logp) * kept_logp, 0.0), axis=-1)
-    logp = scores - norm[:, None]
+        shift, total = jnp.where(truncated, kept_shift, shift), jnp.where(truncated, kept_total, total)
+    logp = scores - shift[:, None] - total[:, None]
     entropy = -jnp.sum(jnp.exp(logp) * jnp.where(scores > MASKED / 2, logp, 0.0), axis=-1)
     entropy = jnp.where(truncated, kept_entropy, entropy)
     return jnp.take_along_axis(logp, target[:, None], axis=-1)[:, 0], entropy
+
+
+def _mass(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(largest score, log of the sum of exp(score - largest)), both [N]."""
+    shift = jax.lax.stop_gradient(scores.max(axis=-1))
+    return shift, jnp.log(jnp.sum(jnp.exp(scores - shift[:, None]), axis=-1))
 
 
 # -------------------------------------------------------------------------------------------------- generation

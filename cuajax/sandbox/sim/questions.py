@@ -64,8 +64,12 @@ class Asker:
             words, answer = self._reading(self.rng.choice(self.readable))
             return words, Move(Action("type", text=answer)), "read"
         asked, submit, absent = self._clauses()
-        words = self._spoken([*asked, ("submit",)] if submit else asked)
         move = _label(self.desktop, asked, submit, absent)
+        if move is SUCCEED and not self.desktop.submitted and any(w.kind == "ok" for w in self.desktop.widgets):
+            # A form is done once submitted. "All met, so done" would teach to stop after so many clauses.
+            asked, submit = asked[: self.most - 1], True
+            move = _label(self.desktop, asked, submit, absent)
+        words = self._spoken([*asked, ("submit",)] if submit else asked)
         kind = move.action.kind
         return words, move, kind if kind != "terminate" else "fail" if move is FAIL else "done"
 
@@ -124,13 +128,12 @@ class Asker:
         widgets, random_ = self.desktop.widgets, self.rng.random
         kinds = {widgets[i].kind for i in named}
         tab = next((i for i in named if widgets[i].kind == "tab"), -1)
-        only_ok = self.desktop.popup >= 0 or self.desktop.submitted
         best, top = -1, -math.inf
         for i in range(len(widgets)) if tab >= 0 else self.shown:
             w = widgets[i]
             kind = w.kind
             if kind != "ok":
-                if only_ok or i in named or kind in ("list", "bin", "tab") or (kind in _ALONE and kind in kinds):
+                if self.desktop.submitted or i in named or kind in ("list", "bin", "tab") or (kind in _ALONE and kind in kinds):
                     continue
                 if tab >= 0 and w.page != tab:
                     continue
