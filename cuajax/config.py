@@ -100,17 +100,18 @@ def warmup(**changes: Any) -> Settings:
         second_decay=200,  # updates from there to its end
         check_every=50,
         screens=30,  # an update
-        second_screens=26,  # an update of phase 2, whose instructions are longer
+        second_screens=22,  # an update of phase 2, whose instructions are longer
         per_screen=8,  # instructions a screen
         sparse_steps=400,  # updates over which screens fill up
         read=0.0,  # share of questions about a place of the screen
+        submit=0.6,  # share of phase 2's instructions for a form that close with "submit", which is no clause
         filler=0.7,  # share of phase 2's instructions that are lengthened by words that say nothing
         absent=0.12,  # share of instructions that name what is not there
         decay_over=400,  # updates from the full learning rate to 30 %
         second_rate=0.6,  # learning rate of phase 2, as a share
         optimizer=dict(name="muon", learning_rate=6e-3, betas=(0.9, 0.98), weight_decay=1e-4, clip_norm=1.0),
         pack=dict(length=104, loss_tokens=64, images_per_row=2, rows=16),
-        second_pack=dict(length=160, loss_tokens=64, images_per_row=2, rows=15),
+        second_pack=dict(length=160, loss_tokens=64, images_per_row=2, rows=16),
     ), changes)  # fmt: skip
 
 
@@ -262,8 +263,8 @@ def experiment(name: str, *, seed: int = 0, **sections: Settings) -> Settings:
 
 
 DESKTOP = (
-    "check2", "check3", "radio+type", "drop+radio", "tabcheck", "typecheck", "droptype", "drop+check1", "radiocheck",
-    "order3", "infeasible",
+    "check3", "order3", "tabcheck+check1", "type+check2", "drop+check2", "radio+check2", "typecheck", "droptype",
+    "radio+type", "drop+radio", "infeasible",
 )  # fmt: skip
 
 

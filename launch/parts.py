@@ -262,13 +262,9 @@ def mix(config: Settings, step: int, clauses: int) -> Mix:
     sparse = min(1.0, max(0.0, 1.2 - step / config.warmup.sparse_steps)) if clauses == 1 else 0.2
     w = config.warmup
     return Mix(
-        read=w.read,
-        absent=w.absent,
-        two=0.7,
-        sparse=sparse,
-        bins=config.agent.bins,
-        filler=w.filler if clauses > 1 else 0.0,
-    )
+        read=w.read, absent=w.absent, two=0.7, sparse=sparse, bins=config.agent.bins,
+        submit=w.submit if clauses > 1 else 0.0, filler=w.filler if clauses > 1 else 0.0,
+    )  # fmt: skip
 
 
 def single_decisions(config: Settings, made: Harness, seed: int, step: int, *, phase: int) -> tuple[list[Sample], dict]:

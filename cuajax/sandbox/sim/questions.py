@@ -23,7 +23,8 @@ class Mix:
     """What the decisions are made of.
 
     read: share of "what <x> <y>" questions (on plain screens, one clause). absent: chance that a clause names a colour
-    that is not there. two: chance of each further clause. sparse: how far widgets are thinned out (0: whole screens).
+    that is not there. two: chance of each further clause. submit: share of the instructions for a form that close with
+    "submit", which names nothing and is no clause. sparse: how far widgets are thinned out (0: whole screens).
     bins: coordinate bins an axis that reading questions name places by. filler: share of instructions with words that
     say nothing between their clauses, up to LONGEST words: short instructions then teach the places of long ones.
     """
@@ -31,6 +32,7 @@ class Mix:
     read: float = 0.3
     absent: float = 0.12
     two: float = 0.5
+    submit: float = 0.6
     sparse: float = 1.0
     bins: int = 16
     filler: float = 0.0
@@ -55,6 +57,7 @@ class Asker:
             if i not in present and (w.kind in ("window", "icon") or (w.kind == "item" and int(w.value) >= first))
         ]
         self.askable = [i for i in self.shown if widgets[i].kind not in ("list", "bin")] + hidden
+        self.form = any(w.kind == "ok" for w in widgets)
         self.calm = not desktop.submitted and desktop.popup < 0 and not desktop.dialog
 
     def ask(self) -> tuple[str, Move, str]:
@@ -65,9 +68,9 @@ class Asker:
             return words, Move(Action("type", text=answer)), "read"
         asked, submit, absent = self._clauses()
         move = _label(self.desktop, asked, submit, absent)
-        if move is SUCCEED and not self.desktop.submitted and any(w.kind == "ok" for w in self.desktop.widgets):
+        if move is SUCCEED and self.form and not self.desktop.submitted:
             # A form is done once submitted. "All met, so done" would teach to stop after so many clauses.
-            asked, submit = asked[: self.most - 1], True
+            submit = True
             move = _label(self.desktop, asked, submit, absent)
         words = self._spoken([*asked, ("submit",)] if submit else asked)
         kind = move.action.kind
@@ -87,7 +90,7 @@ class Asker:
         asked: list[Clause] = []
         named: list[int] = []
         absent, submit = False, self.desktop.submitted
-        for k in range(self.most - submit):  # "submit" is a clause like any other
+        for k in range(self.most):
             target = self._first() if k == 0 else self._further(named)
             if target < 0:
                 break
@@ -104,6 +107,7 @@ class Asker:
             asked.append(clause)
             if rng.random() >= mix.two:
                 break
+        submit = submit or (self.form and rng.random() < mix.submit)
         rng.shuffle(asked)
         asked.sort(key=lambda clause: clause[0] != "tab")  # a tab comes before what may lie behind it
         return asked, submit, absent
@@ -124,7 +128,9 @@ class Asker:
         return best
 
     def _further(self, named: list[int]) -> int:
-        """Another widget to name, `ok` more often; after a tab one of its page; -1 if none makes sense."""
+        """Another widget to name; after a tab one of its page; -1 if none makes sense."""
+        if self.desktop.submitted:
+            return -1
         widgets, random_ = self.desktop.widgets, self.rng.random
         kinds = {widgets[i].kind for i in named}
         tab = next((i for i in named if widgets[i].kind == "tab"), -1)
@@ -132,12 +138,11 @@ class Asker:
         for i in range(len(widgets)) if tab >= 0 else self.shown:
             w = widgets[i]
             kind = w.kind
-            if kind != "ok":
-                if self.desktop.submitted or i in named or kind in ("list", "bin", "tab") or (kind in _ALONE and kind in kinds):
-                    continue
-                if tab >= 0 and w.page != tab:
-                    continue
-            score = random_() + (0.35 if kind == "ok" else (random_() < 0.15) if kind in ("field", "drop") else 0.0)
+            if i in named or kind in ("ok", "list", "bin", "tab") or (kind in _ALONE and kind in kinds):
+                continue
+            if tab >= 0 and w.page != tab:
+                continue
+            score = random_() + ((random_() < 0.15) if kind in ("field", "drop") else 0.0)
             if score > top:
                 best, top = i, score
         return best
