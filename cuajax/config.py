@@ -96,7 +96,7 @@ def warmup(**changes: Any) -> Settings:
         second_steps=0,  # most updates of phase 2
         transition=0.75,  # grounding from which the learning rate falls
         gate=0.88,  # grounding (held-out single decisions answered rightly) that ends phase 1
-        second_gate=0.9,  # grounding from which phase 2's learning rate falls
+        second_gate=0.8,  # grounding of the worst verb from which phase 2's learning rate falls
         second_decay=200,  # updates from there to its end
         check_every=50,
         screens=30,  # an update
@@ -275,7 +275,7 @@ def desktop(name: str, *, seed: int = 0, **sections: Settings) -> Settings:
     """
     shared = dict(
         suite=suite(families=DESKTOP, infeasible=("infeasible",)),
-        warmup=warmup(steps=1500, second_steps=1000),
+        warmup=warmup(steps=1500, second_steps=1500),
         train=train(updates=150),
         eval=evaluation(every=30),
     )

@@ -37,6 +37,7 @@ from cuajax.rollout.service import RolloutService
 from cuajax.sandbox.sim.prm import SimPRM
 from cuajax.sandbox.sim.screens import Decision, Mix, decisions, grounded
 from cuajax.sandbox.sim.suite import SimSuite
+from cuajax.sandbox.sim.words import VERBS
 from cuajax.tasks.curriculum import Curriculum, evaluation_seeds
 from cuajax.types import Image, Prompt, Sample, Sampling, Suite, Task, Trajectory
 
@@ -325,9 +326,14 @@ async def _answer_all(connect: Connect, made: Harness, chosen: Sequence[Decision
         await client.close()
 
 
-def grounding(connect: Connect, made: Harness, chosen: Sequence[Decision]) -> float:
-    """Share of held-out single decisions that are answered rightly, greedily."""
-    return float(np.mean(asyncio.run(_answer_all(connect, made, chosen))))
+def grounding(connect: Connect, made: Harness, chosen: Sequence[Decision]) -> tuple[float, dict[str, float]]:
+    """(share of held-out single decisions answered rightly, greedily; the same by verb of the instruction)."""
+    right = asyncio.run(_answer_all(connect, made, chosen))
+    by_verb: dict[str, list[bool]] = defaultdict(list)
+    for decision, good in zip(chosen, right, strict=True):
+        for verb in set(VERBS).intersection(decision.instruction.split()):
+            by_verb[verb].append(good)
+    return float(np.mean(right)), {verb: float(np.mean(found)) for verb, found in by_verb.items()}
 
 
 # ------------------------------------------------------------------------------------------------- evaluation

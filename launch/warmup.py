@@ -2,7 +2,8 @@
 
 A small policy grounds instructions in pixels only after a transition, at a different update for every seed, and
 reinforcement that starts before it stays stuck. So phase 1 (instructions of one clause) lasts until held-out grounding
-reaches its gate, and phase 2 (up to two clauses) until theirs reaches another. No trajectory of any task is shown.
+reaches its gate, and phase 2 (up to two clauses) until that of the worst verb reaches another. No trajectory of any
+task is shown.
 """
 
 from __future__ import annotations
@@ -65,6 +66,8 @@ def gauge(w: Settings, *, phase: int, step: int, passed: int, grounding: float) 
     """(the update at which the phase's mark was seen or 0, whether the phase ends) after grounding was measured.
 
     Phase 1 ends at its gate, its mark is the transition; phase 2's mark is its gate, and it ends once its rate is down.
+    `grounding`: in phase 1 of all decisions, in phase 2 of the verb that is worst: one can lag behind all others, and
+    no attempt at its tasks succeeds until it is learned.
     """
     passed = passed or (step if grounding >= (w.transition if phase == 1 else w.second_gate) else 0)
     return passed, grounding >= w.gate if phase == 1 else passed > 0 and step >= passed + w.second_decay
@@ -94,10 +97,12 @@ def warm_up(
                 row: dict[str, Any] = {}
                 if step % w.check_every == 0 or step == limit:
                     publish(now.params)
-                    grounding = parts.grounding(connect, harness, held[phase])
+                    overall, verbs = parts.grounding(connect, harness, held[phase])
+                    grounding = overall if phase == 1 else min(verbs.values())
                     passed, ended = gauge(w, phase=phase, step=step, passed=passed, grounding=grounding)
-                    row = {"warmup/phase": phase, "warmup/step": done, "warmup/grounding": grounding,
+                    row = {"warmup/phase": phase, "warmup/step": done, "warmup/grounding": overall,
                            "warmup/nll": surrogate.summary(report)["nll"]}  # fmt: skip
+                    row |= {f"warmup/verb/{verb}": share for verb, share in verbs.items()}
                     writer.write(0, row)
                 line.update(done, row)
                 if ended:

@@ -72,7 +72,7 @@ def more_warmup(run: Run, root: Path, *, seconds: float) -> dict[str, Any]:
     tasks, suite = _runs.final_tasks(config), parts.suite(config)
     with _runs.served(run, params, cfg=cfg) as serving:
         done = parts.run_tasks(serving.connect, suite, tasks, harness=harness)
-        grounding = parts.grounding(serving.connect, harness, parts.grounding_set(config, harness))
+        grounding, _ = parts.grounding(serving.connect, harness, parts.grounding_set(config, harness))
     scored = parts.scores(done, tasks)
     told = {"success": scored["success"], "families": scored["families"], "grounding": grounding, "updates": updates,
             "seconds": spent}  # fmt: skip

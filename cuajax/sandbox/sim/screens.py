@@ -183,5 +183,5 @@ def _shuffle_front(rng: random.Random, desktop: Desktop, kinds: dict[str, list[i
         or (w.kind == "menu" and not w.on)
         or (w.kind == "icon" and w.value == -1 and "delete" in parts)
     ]
-    if owners and random_() < 0.5:
+    if owners and random_() < 0.6:  # reading options is learned last of all
         desktop.popup = rng.choice(owners)
