@@ -183,7 +183,7 @@ def serving(**changes: Any) -> Settings:
 def data(**changes: Any) -> Settings:
     """data: from groups to batches."""
     return section("data", dict(
-        groups_per_update=14,
+        groups_per_update=12,
         drop_zero_variance=True,  # dynamic sampling: a group with equal rewards is replaced by a fresh one
         length=128,  # tokens of a row
         loss_tokens=72,  # of a row
@@ -269,14 +269,14 @@ DESKTOP = (
 
 
 def desktop(name: str, *, seed: int = 0, **sections: Settings) -> Settings:
-    """An experiment on the embedded desktop: its families, a warm-up on single decisions, then 150 updates.
+    """An experiment on the embedded desktop: its families, a warm-up on single decisions, then 170 updates.
 
     `sections` replace these or add to them.
     """
     shared = dict(
         suite=suite(families=DESKTOP, infeasible=("infeasible",)),
         warmup=warmup(steps=1500, second_steps=1500),
-        train=train(updates=150),
+        train=train(updates=170),
         eval=evaluation(every=30),
     )
     return experiment(name, seed=seed, **{**shared, **sections})
