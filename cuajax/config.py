@@ -229,6 +229,7 @@ def evaluation(**changes: Any) -> Settings:
         tasks=256,
         final_tasks=256,  # of the run's last, reported evaluation, on other seeds
         temperature=0.0,
+        enough=2.0,  # held-out success that ends training early; above 1: never
         collapse=0.5,  # stop when success falls below this share of the best; 0: never
     ), changes)  # fmt: skip
 

@@ -113,9 +113,13 @@ def main(config: Settings, workdir: str) -> int:
         actors.start()
 
     # ------------------------------------------------------------------------------------------------ the loop
+    def enough() -> bool:
+        success = cursor.get("success")  # None unless the newest update was evaluated
+        return success is not None and success >= config.eval.enough
+
     account, update, status = learning.Account(serving, actors), start, 0
     with Preemption() as preemption, metrics.ProgressLine(config.train.updates, done=start) as line:
-        while update < config.train.updates and not preemption.requested and not status:
+        while update < config.train.updates and not (preemption.requested or status or enough()):
             with account.clock("wait for groups"):
                 batch, info = learning.next_batch(batches, actors, preemption, store=store, waiting=renew)
             if batch is None:

@@ -98,6 +98,15 @@ def test_the_same_command_goes_on_through_kill_and_sigterm(run: Path) -> None:
     assert seqs == sorted(set(seqs))  # no group was trained twice
 
 
+def test_training_ends_once_success_is_enough(tmp_path: Path) -> None:
+    """Any success is enough at 0: the run ends at its first evaluation, and stays ended when started again."""
+    run = tmp_path / "run"
+    many = (*SMALL, "--config.train.updates=1000", "--config.eval.every=2", "--config.eval.enough=0.0")
+    for _ in range(2):
+        assert "Traceback" not in finish(train(run, *many))
+        assert updates(run) == 0 and json.loads((run / "result.json").read_text())["updates"] == 0
+
+
 # ------------------------------------------------------------------------------------------------- what it refuses
 def test_a_foreign_directory_is_refused(tmp_path: Path) -> None:
     run = tmp_path / "run"

@@ -116,3 +116,20 @@ def test_the_curriculum_is_the_configs(settings):
     made = parts.curriculum(program.load(str(ROOT / "configs" / "stepo.py"), changes))
     assert (made.tasks_per_family, made.beta, made.floor, made.mode) == (50, 0.25, 0.125, "uniform")
     assert made.families == settings.suite.families and made.infeasible == settings.suite.infeasible
+
+
+def test_grounding_is_told_by_verb(settings, monkeypatch):
+    """A policy that never chooses rightly and does everything else: one verb at 0, those said beside it in between."""
+
+    async def answers(connect, made, chosen):
+        return ["choose" not in decision.instruction for decision in chosen]
+
+    monkeypatch.setattr(parts, "_answer_all", answers)
+    harness = parts.harness(settings)
+    for clauses in (1, 2):
+        chosen = parts.grounding_set(settings, harness, clauses=clauses)
+        overall, verbs = parts.grounding(lambda: None, harness, chosen)
+        wrong = sum("choose" in d.instruction for d in chosen)
+        assert overall == pytest.approx(1 - wrong / len(chosen)) and 0 < wrong < len(chosen)
+        assert verbs["choose"] == 0.0 and verbs["check"] == (1.0 if clauses == 1 else pytest.approx(0.9, abs=0.09))
+        assert set(verbs) == {"check", "choose", "press", "radio", "submit", "tab", "type"}
