@@ -95,7 +95,7 @@ def warmup(**changes: Any) -> Settings:
         steps=0,  # most updates of phase 1; 0: no warm-up
         second_steps=0,  # most updates of phase 2
         transition=0.75,  # grounding from which the learning rate falls
-        gate=0.88,  # grounding (held-out single decisions answered rightly) that ends phase 1
+        gate=0.84,  # grounding (held-out single decisions answered rightly) that ends phase 1
         second_gate=0.8,  # grounding of the worst verb from which phase 2's learning rate falls
         second_decay=200,  # updates from there to its end
         check_every=50,
@@ -106,7 +106,7 @@ def warmup(**changes: Any) -> Settings:
         read=0.0,  # share of questions about a place of the screen
         submit=0.6,  # share of phase 2's instructions for a form that close with "submit", which is no clause
         filler=0.7,  # share of phase 2's instructions that are lengthened by words that say nothing
-        absent=0.12,  # share of instructions that name what is not there
+        absent=0.14,  # share of instructions that name what is not there
         decay_over=400,  # updates from the full learning rate to 30 %
         second_rate=0.6,  # learning rate of phase 2, as a share
         optimizer=dict(name="muon", learning_rate=6e-3, betas=(0.9, 0.98), weight_decay=1e-4, clip_norm=1.0),
@@ -264,21 +264,21 @@ def experiment(name: str, *, seed: int = 0, **sections: Settings) -> Settings:
 
 
 DESKTOP = (
-    "check3", "order3", "tabcheck+check1", "type+check2", "drop+check2", "radio+check2", "typecheck", "droptype",
-    "radio+type", "drop+radio", "infeasible",
+    "check3", "order3", "tabcheck+check1", "type+check2", "drop+check2", "radio+check2", "type+radiocheck",
+    "drop+radiocheck", "droptype", "drop+radio", "infeasible",
 )  # fmt: skip
 
 
 def desktop(name: str, *, seed: int = 0, **sections: Settings) -> Settings:
-    """An experiment on the embedded desktop: its families, a warm-up on single decisions, then 170 updates.
+    """An experiment on the embedded desktop: its families, a warm-up on single decisions, then up to 300 updates.
 
     `sections` replace these or add to them.
     """
     shared = dict(
         suite=suite(families=DESKTOP, infeasible=("infeasible",)),
         warmup=warmup(steps=1500, second_steps=1500),
-        train=train(updates=170),
-        eval=evaluation(every=30),
+        train=train(updates=300),
+        eval=evaluation(every=30, enough=0.95),
     )
     return experiment(name, seed=seed, **{**shared, **sections})
 

@@ -30,7 +30,7 @@ class Mix:
     """
 
     read: float = 0.3
-    absent: float = 0.12
+    absent: float = 0.14
     two: float = 0.5
     submit: float = 0.6
     sparse: float = 1.0

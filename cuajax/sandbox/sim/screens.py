@@ -173,9 +173,6 @@ def _shuffle_front(rng: random.Random, desktop: Desktop, kinds: dict[str, list[i
     desktop.dialog = desktop.dialog and random_() < 0.5
     if desktop.dialog:
         return
-    if "field" in kinds and random_() < 0.5:
-        desktop.focus = kinds["field"][0]
-        return
     owners = [
         i
         for i, w in enumerate(widgets)
@@ -183,5 +180,7 @@ def _shuffle_front(rng: random.Random, desktop: Desktop, kinds: dict[str, list[i
         or (w.kind == "menu" and not w.on)
         or (w.kind == "icon" and w.value == -1 and "delete" in parts)
     ]
-    if owners and random_() < 0.6:  # reading options is learned last of all
+    if owners and random_() < 0.5:  # before focus: reading a popup's entries is learned last of all
         desktop.popup = rng.choice(owners)
+    elif "field" in kinds and random_() < 0.5:
+        desktop.focus = kinds["field"][0]
