@@ -96,7 +96,8 @@ def warmup(**changes: Any) -> Settings:
         second_steps=0,  # most updates of phase 2
         transition=0.75,  # grounding from which the learning rate falls
         gate=0.84,  # grounding (held-out single decisions answered rightly) that ends phase 1
-        second_gate=0.8,  # grounding of the worst verb from which phase 2's learning rate falls
+        second_gate=0.87,  # grounding from which phase 2's learning rate falls
+        verb_gate=0.6,  # that of the worst verb
         second_decay=200,  # updates from there to its end
         check_every=50,
         screens=30,  # an update
@@ -287,7 +288,8 @@ def shrink(made: Settings) -> Settings:
     """The `:debug` form: the same pages and rooms, over in under a minute."""
     return override(made, {
         "name": f"{made.name}_debug", "warmup.steps": min(made.warmup.steps, 4), "warmup.second_steps": 2,
-        "warmup.check_every": 2, "warmup.gate": 0.0, "warmup.second_gate": 0.0, "warmup.second_decay": 0,
+        "warmup.check_every": 2, "warmup.gate": 0.0, "warmup.second_gate": 0.0, "warmup.verb_gate": 0.0,
+        "warmup.second_decay": 0,
         "warmup.screens": 4, "warmup.second_screens": 4, "warmup.pack.rows": 4, "warmup.second_pack.rows": 4,
         "data.rows": 8, "rollout.group_size": 4, "data.groups_per_update": 2, "data.drop_zero_variance": False,
         "rounds.rounds": 1, "rounds.tasks": 8, "train.updates": 5, "train.publish_every": 1,

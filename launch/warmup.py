@@ -2,8 +2,8 @@
 
 A small policy grounds instructions in pixels only after a transition, at a different update for every seed, and
 reinforcement that starts before it stays stuck. So phase 1 (instructions of one clause) lasts until held-out grounding
-reaches its gate, and phase 2 (up to two clauses) until that of the worst verb reaches another. No trajectory of any
-task is shown.
+reaches its gate, and phase 2 (up to two clauses) until theirs reaches another, and no verb's lags behind. No
+trajectory of any task is shown.
 """
 
 from __future__ import annotations
@@ -62,15 +62,17 @@ def rate(w: Settings, *, phase: int, step: int, passed: int) -> float:
     return full * (w.second_rate + (LAST - w.second_rate) * min(1.0, over))
 
 
-def gauge(w: Settings, *, phase: int, step: int, passed: int, grounding: float) -> tuple[int, bool]:
+def gauge(w: Settings, *, phase: int, step: int, passed: int, grounding: float, worst: float) -> tuple[int, bool]:
     """(the update at which the phase's mark was seen or 0, whether the phase ends) after grounding was measured.
 
     Phase 1 ends at its gate, its mark is the transition; phase 2's mark is its gate, and it ends once its rate is down.
-    `grounding`: in phase 1 of all decisions, in phase 2 of the verb that is worst: one can lag behind all others, and
-    no attempt at its tasks succeeds until it is learned.
+    worst: grounding of the verb that is worst. One may lag behind all others, and no attempt at its tasks succeeds
+    until it is learned.
     """
-    passed = passed or (step if grounding >= (w.transition if phase == 1 else w.second_gate) else 0)
-    return passed, grounding >= w.gate if phase == 1 else passed > 0 and step >= passed + w.second_decay
+    if phase == 1:
+        return passed or (step if grounding >= w.transition else 0), grounding >= w.gate
+    passed = passed or (step if grounding >= w.second_gate and worst >= w.verb_gate else 0)
+    return passed, passed > 0 and step >= passed + w.second_decay
 
 
 def warm_up(
@@ -88,7 +90,7 @@ def warm_up(
         for phase, limit in ((1, w.steps), (2, w.second_steps)):
             make = functools.partial(parts.single_decisions, config, harness, phase=phase)
             batches = iter(supervised(make, spec=shapes[phase], seed=config.seed, steps=limit, prefetch=2))
-            passed, ended, grounding = 0, False, 0.0
+            passed, ended, grounding, verbs = 0, False, 0.0, {}
             for step, (batch, _) in enumerate(batches, 1):
                 speed = jnp.float32(rate(w, phase=phase, step=step, passed=passed))
                 now.opt_state.hyperparams["learning_rate"] = speed
@@ -97,10 +99,11 @@ def warm_up(
                 row: dict[str, Any] = {}
                 if step % w.check_every == 0 or step == limit:
                     publish(now.params)
-                    overall, verbs = parts.grounding(connect, harness, held[phase])
-                    grounding = overall if phase == 1 else min(verbs.values())
-                    passed, ended = gauge(w, phase=phase, step=step, passed=passed, grounding=grounding)
-                    row = {"warmup/phase": phase, "warmup/step": done, "warmup/grounding": overall,
+                    grounding, verbs = parts.grounding(connect, harness, held[phase])
+                    passed, ended = gauge(
+                        w, phase=phase, step=step, passed=passed, grounding=grounding, worst=min(verbs.values())
+                    )
+                    row = {"warmup/phase": phase, "warmup/step": done, "warmup/grounding": grounding,
                            "warmup/nll": surrogate.summary(report)["nll"]}  # fmt: skip
                     row |= {f"warmup/verb/{verb}": share for verb, share in verbs.items()}
                     writer.write(0, row)
@@ -110,6 +113,6 @@ def warm_up(
             batches.close()
             if limit and not ended:
                 gate = w.gate if phase == 1 else w.second_gate
-                log.warning("phase %d ended at its limit of %d updates: grounding %.3f, gate %.3f",
-                            phase, limit, grounding, gate)  # fmt: skip
+                log.warning("phase %d ended at its limit of %d updates: grounding %.3f, gate %.3f, by verb %s",
+                            phase, limit, grounding, gate, {k: round(v, 2) for k, v in verbs.items()})  # fmt: skip
     return jax.block_until_ready(now.params)

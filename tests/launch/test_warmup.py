@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from pathlib import Path
 
@@ -37,14 +38,17 @@ def test_rate_is_full_until_the_transition_and_falls_after_it(settings):
 def test_phases_end_on_measured_grounding(settings):
     """Phase 1 at its gate; phase 2 `second_decay` updates after its own, also when grounding falls again meanwhile."""
     w = settings.warmup
-    assert warmup.gauge(w, phase=1, step=300, passed=0, grounding=w.transition - 0.01) == (0, False)
-    assert warmup.gauge(w, phase=1, step=350, passed=0, grounding=w.transition) == (350, False)
-    assert warmup.gauge(w, phase=1, step=400, passed=350, grounding=w.gate) == (350, True)
-    assert warmup.gauge(w, phase=2, step=900, passed=0, grounding=w.second_gate - 0.01) == (0, False)
-    assert warmup.gauge(w, phase=2, step=100, passed=0, grounding=w.second_gate) == (100, False)
+    first = functools.partial(warmup.gauge, w, phase=1, worst=0.0)
+    assert first(step=300, passed=0, grounding=w.transition - 0.01) == (0, False)
+    assert first(step=350, passed=0, grounding=w.transition) == (350, False)
+    assert first(step=400, passed=350, grounding=w.gate) == (350, True)
+    second = functools.partial(warmup.gauge, w, phase=2)
+    assert second(step=900, passed=0, grounding=w.second_gate - 0.01, worst=1.0) == (0, False)
+    assert second(step=900, passed=0, grounding=1.0, worst=w.verb_gate - 0.01) == (0, False)
+    assert second(step=100, passed=0, grounding=w.second_gate, worst=w.verb_gate) == (100, False)
     last = 100 + w.second_decay
-    assert warmup.gauge(w, phase=2, step=last - 1, passed=100, grounding=1.0) == (100, False)
-    assert warmup.gauge(w, phase=2, step=last, passed=100, grounding=0.5) == (100, True)
+    assert second(step=last - 1, passed=100, grounding=1.0, worst=1.0) == (100, False)
+    assert second(step=last, passed=100, grounding=0.5, worst=0.0) == (100, True)
 
 
 def test_supervised_updates_are_a_pure_function_of_seed_and_step(settings):
