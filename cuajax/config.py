@@ -265,8 +265,8 @@ def experiment(name: str, *, seed: int = 0, **sections: Settings) -> Settings:
 
 
 DESKTOP = (
-    "check3", "order3", "tabcheck+check1", "type+check2", "drop+check2", "radio+check2", "type+radiocheck",
-    "drop+radiocheck", "droptype", "drop+radio", "infeasible",
+    "radiocheck", "tabcheck", "typecheck", "droptype", "radio+type", "drop+radio", "check3", "order3", "type+check2",
+    "radio+check2", "infeasible",
 )  # fmt: skip
 
 
