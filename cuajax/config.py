@@ -96,12 +96,12 @@ def warmup(**changes: Any) -> Settings:
         second_steps=0,  # most updates of phase 2
         transition=0.75,  # grounding from which the learning rate falls
         gate=0.84,  # grounding (held-out single decisions answered rightly) that ends phase 1
-        second_gate=0.87,  # grounding from which phase 2's learning rate falls
+        second_gate=0.82,  # grounding from which phase 2's learning rate falls
         verb_gate=0.6,  # that of the worst verb
         second_decay=200,  # updates from there to its end
         check_every=50,
         screens=30,  # an update
-        second_screens=22,  # an update of phase 2, whose instructions are longer
+        second_screens=20,  # an update of phase 2, whose instructions are longer
         per_screen=8,  # instructions a screen
         sparse_steps=400,  # updates over which screens fill up
         read=0.0,  # share of questions about a place of the screen
@@ -265,8 +265,8 @@ def experiment(name: str, *, seed: int = 0, **sections: Settings) -> Settings:
 
 
 DESKTOP = (
-    "radiocheck", "tabcheck", "typecheck", "droptype", "radio+type", "drop+radio", "check3", "order3", "type+check2",
-    "radio+check2", "infeasible",
+    "radiocheck", "tabcheck", "typecheck", "droptype", "radio+type", "drop+radio", "drop+check1", "check3",
+    "type+check2", "radio+check2", "infeasible",
 )  # fmt: skip
 
 
