@@ -268,14 +268,19 @@ def mix(config: Settings, step: int, clauses: int) -> Mix:
     )  # fmt: skip
 
 
-def single_decisions(config: Settings, made: Harness, seed: int, step: int, *, phase: int) -> tuple[list[Sample], dict]:
-    """Supervised samples of update `step`: random screens, instructions of at most `phase` clauses. Pure."""
+def single_decisions(
+    config: Settings, made: Harness, seed: int, step: int, *, phase: int, weights: Mapping[str, float] | None = None
+) -> tuple[list[Sample], dict]:
+    """Supervised samples of update `step`: random screens, instructions of at most `phase` clauses. Pure.
+
+    weights: of each verb's screens, 1 where it has none.
+    """
     w = config.warmup
     screens = w.screens if phase == 1 else w.second_screens
     chosen = decisions(
         random.Random(f"{seed}/{phase}/{step}"), screens, w.per_screen, clauses=phase,
         pool=tuple(f for f in config.suite.families if f not in config.suite.infeasible),
-        mix=mix(config, step, phase), size=(config.suite.screen, config.suite.screen, 1),
+        weights=weights, mix=mix(config, step, phase), size=(config.suite.screen, config.suite.screen, 1),
     )  # fmt: skip
     return labelled(chosen, made)
 

@@ -38,10 +38,11 @@ def test_rate_is_full_until_the_transition_and_falls_after_it(settings):
 def test_phases_end_on_measured_grounding(settings):
     """Phase 1 at its gate; phase 2 `second_decay` updates after its own, also when grounding falls again meanwhile."""
     w = settings.warmup
-    first = functools.partial(warmup.gauge, w, phase=1, worst=0.0)
+    first = functools.partial(warmup.gauge, w, phase=1, worst=w.verb_gate)
     assert first(step=300, passed=0, grounding=w.transition - 0.01) == (0, False)
     assert first(step=350, passed=0, grounding=w.transition) == (350, False)
     assert first(step=400, passed=350, grounding=w.gate) == (350, True)
+    assert first(step=400, passed=350, grounding=1.0, worst=w.verb_gate - 0.01) == (350, False)
     second = functools.partial(warmup.gauge, w, phase=2)
     assert second(step=900, passed=0, grounding=w.second_gate - 0.01, worst=1.0) == (0, False)
     assert second(step=900, passed=0, grounding=1.0, worst=w.verb_gate - 0.01) == (0, False)
@@ -49,6 +50,12 @@ def test_phases_end_on_measured_grounding(settings):
     last = 100 + w.second_decay
     assert second(step=last - 1, passed=100, grounding=1.0, worst=1.0) == (100, False)
     assert second(step=last, passed=100, grounding=0.5, worst=0.0) == (100, True)
+
+
+def test_what_is_wrong_is_shown_more():
+    shares = warmup.weights({"choose": 0.5, "type": 1.0})
+    assert shares["choose"] == pytest.approx(0.65) and shares["type"] == pytest.approx(0.15)
+    assert warmup.weights({}) == {}  # nothing measured yet: all alike
 
 
 def test_supervised_updates_are_a_pure_function_of_seed_and_step(settings):

@@ -115,3 +115,21 @@ def test_each_part_of_the_pool_has_an_equal_share_of_the_screens(monkeypatch):
     screens.decisions(random.Random(3), 600, 1, pool=("check1", "check2", "check3", "radio"))
     assert len(drawn) == 600 and 0.44 < drawn.count("radio") / 600 < 0.56
     assert all(drawn.count(name) > 60 for name in ("check1", "check2", "check3"))
+
+
+@pytest.mark.parametrize(("verb", "name"), [("choose", "drop"), ("type", "type"), ("tab", "tabcheck")])
+def test_weights_share_out_the_screens(monkeypatch, verb: str, name: str) -> None:
+    """A verb without a weight weighs 1; what lies behind a tab counts as its tab."""
+    drawn: Counter[str] = Counter()
+
+    def build(family, *rest):
+        drawn[family] += 1
+        return whole(family, *rest)
+
+    whole = screens.build
+    monkeypatch.setattr(screens, "build", build)
+    decisions(random.Random(3), 2000, 1, pool=("type", "drop", "tabcheck"), weights={verb: 3.0})
+    assert drawn[name] / 2000 == pytest.approx(3 / 5, abs=0.04)
+    drawn.clear()
+    decisions(random.Random(3), 200, 1, pool=("type", "drop", "tabcheck"), weights={verb: 0.0})
+    assert drawn[name] == 0 and drawn.total() == 200

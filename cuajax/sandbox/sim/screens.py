@@ -7,7 +7,7 @@ are met, failure when a named widget is not there.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,13 +60,15 @@ def decisions(
     *,
     clauses: int = 1,
     pool: Sequence[str] = tuple(FAMILIES),
+    weights: Mapping[str, float] | None = None,
     mix: Mix | None = None,
     size: tuple[int, int, int] = (64, 64, 1),
 ) -> list[Decision]:
     """`n_screens * per_screen` decisions, screen by screen.
 
-    clauses: most clauses of an instruction. pool: families whose desktops are drawn, so that each of their parts has an
-    equal share of the screens. size: width, height, scale.
+    clauses: most clauses of an instruction. pool: families whose desktops are drawn. weights: of each verb, 1 where it
+    has none; the screens are shared out to the pool's parts by them, whatever else a screen shows. size: width, height,
+    scale.
     """
     mix = mix or Mix()
     width, height, scale = size
@@ -75,9 +77,10 @@ def decisions(
         for part in dict.fromkeys(family(name).parts):
             having.setdefault(part, []).append(name)
     each = list(having.values())
+    heavy = [(weights or {}).get(part.split("/")[0], 1.0) for part in having]
     result: list[Decision] = []
     for _ in range(n_screens):
-        built = build(rng.choice(rng.choice(each)), rng, width / scale, height / scale)
+        built = build(rng.choice(rng.choices(each, heavy)[0]), rng, width / scale, height / scale)
         desktop, parts = built.desktop, built.family.parts
         disturb(rng, desktop, parts, sparse=mix.sparse)
         shot = render(desktop, width=width, height=height, scale=scale)
