@@ -7,7 +7,7 @@ from functools import lru_cache
 import numpy as np
 
 from cuajax.sandbox.sim import sprites
-from cuajax.sandbox.sim.sprites import BACKDROPS, DARK_PANEL, FOCUS, PANEL, sprite
+from cuajax.sandbox.sim.sprites import BACKDROPS, DARK_PANEL, FOCUS, sprite
 from cuajax.sandbox.sim.state import CELL, PAGE_ROWS, Desktop, Widget, dialog_rect, option_rects, visible
 
 
@@ -91,7 +91,6 @@ def _paint_popup(image: np.ndarray, desktop: Desktop) -> None:
     w = desktop.widgets[desktop.popup]
     rects = list(option_rects(desktop, desktop.popup))
     left, top = w.x // CELL * CELL, min(rects[0][1], rects[-1][1]) // CELL * CELL
-    panel = DARK_PANEL if w.kind == "menu" else PANEL
-    image[top : top + CELL * len(rects), left : left + CELL] = panel
+    image[top : top + CELL * len(rects), left : left + CELL] = DARK_PANEL
     for value, (x, y, width, height) in zip(w.options, rects, strict=True):
         image[y : y + height, x : x + width] = sprites.option(w.kind, value, desktop.backdrop)

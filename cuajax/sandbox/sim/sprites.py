@@ -166,8 +166,8 @@ def _bin(image: np.ndarray, ink: np.ndarray, state: int | str) -> np.ndarray:
 
 
 def _option(image: np.ndarray, ink: np.ndarray, state: int | str) -> np.ndarray:
-    image[:] = PAPER
-    image[2:8, 2:12] = ink
+    image[:] = INK  # as dark as what other colours stand on: on white they are learned long after all else
+    image[2:8, 1:13] = ink
     return image
 
 
