@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 Params = Mapping[str, Any]
 MASKED = -1e30  # finite, so that a fully masked row stays NaN-free
+ROWS = 17  # of a product, at least: with fewer, XLA's CPU backend adds up in another order
 
 
 @dataclass(frozen=True)
@@ -48,10 +49,14 @@ def linear(x: jax.Array, p: Params) -> jax.Array:
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """Root-mean-square norm over the last axis, in float32."""
+    """Root-mean-square norm over the last axis, in float32.
+
+    The mean is a product with ones: the order of a reduction may depend on the other axes' lengths, a product's does
+    not, and so sampler and trainer get the same bits.
+    """
     y = x.astype(jnp.float32)
-    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
-    return (y * weight).astype(x.dtype)
+    squares = jnp.matmul(y * y, jnp.ones((x.shape[-1], 1)), precision="highest")
+    return (y * jax.lax.rsqrt(squares / x.shape[-1] + eps) * weight).astype(x.dtype)
 
 
 def layer_norm(x: jax.Array, p: Params, eps: float) -> jax.Array:
@@ -75,12 +80,24 @@ def frequencies(dim: int, theta: float) -> jax.Array:
 
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
-    """Grouped-query attention: q [B,Q,H,D], k v [B,C,Hkv,D], mask bool[B,Q,C] -> [B,Q,H*D]; softmax in float32."""
+    """Grouped-query attention: q [B,Q,H,D], k v [B,C,Hkv,D], mask bool[B,Q,C] -> [B,Q,H*D]; softmax in float32.
+
+    A decoded token gets the same bits as in a training row: softmax's denominator is one more column of the values
+    (see `rms_norm`), and single queries are padded to `ROWS`.
+    """
     b, n, heads, dim = q.shape
-    q = q.reshape(b, n, k.shape[2], heads // k.shape[2], dim)
+    kv_heads, group = k.shape[2], heads // k.shape[2]
+    padding = max(0, -(-ROWS // group) - n)
+    if padding:
+        q = jnp.pad(q, ((0, 0), (0, padding), (0, 0), (0, 0)))
+        mask = jnp.pad(mask, ((0, 0), (0, padding), (0, 0)), mode="edge")
+    q = q.reshape(b, n + padding, kv_heads, group, dim)
     scores = jnp.einsum("bqhgd,bkhd->bhgqk", q, k, preferred_element_type=jnp.float32) * dim**-0.5
-    probs = jax.nn.softmax(jnp.where(mask[:, None, None], scores, MASKED), axis=-1).astype(q.dtype)
-    return jnp.einsum("bhgqk,bkhd->bqhgd", probs, v).reshape(b, n, heads * dim)
+    scores = jnp.where(mask[:, None, None], scores, MASKED)
+    shares = jnp.exp(scores - jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))).astype(v.dtype)
+    values = jnp.concatenate([v, jnp.ones((*v.shape[:-1], 1), v.dtype)], axis=-1)
+    out = jnp.einsum("bhgqk,bkhd->bqhgd", shares, values, preferred_element_type=jnp.float32)
+    return (out[..., :-1] / out[..., -1:]).astype(v.dtype)[:, :n].reshape(b, n, heads * dim)
 
 
 def tree_mask(subtree_end: jax.Array, start: jax.Array | int, rows: int) -> jax.Array:

@@ -12,7 +12,7 @@ from cuajax.data.pack import PackSpec, pack
 from cuajax.inputs.grid import image_index, positions, vision_inputs
 from cuajax.inputs.processor import ImageSpec
 from cuajax.inputs.tokenizer import CompactTokenizer
-from cuajax.models import policy, presets
+from cuajax.models import layers, policy, presets
 from cuajax.models.layers import tree_attention
 from cuajax.types import Sample, VisionInputs
 
@@ -114,6 +114,24 @@ def test_decode_equals_forward(params):
                     assert logp[i, last[i]] == pytest.approx(forward[float(s.weight[0])], abs=1e-5)
         logits, cache = decode(params, cache, last, after + step, lengths=lengths + step, cfg=CFG)
     assert np.isfinite(logits).all()
+
+
+def test_a_decoded_token_gets_the_bits_of_a_training_row():
+    """Attention of one query among many queries, and a norm of few rows among many, in float32 on a CPU."""
+    rng = np.random.default_rng(0)
+    q, k, v, x = (
+        jnp.asarray(rng.normal(size=shape), jnp.float32)
+        for shape in ((32, 40, 4, 16), (32, 40, 2, 16), (32, 40, 2, 16), (64, 128, 16))
+    )
+    rows = layers.tree_mask(jnp.full((32, 40), 40), 0, 40)
+    whole = jax.jit(layers.attend)(q, k, v, rows)
+    for at in (0, 17, 39):
+        row = slice(at, at + 1)
+        seen = jnp.pad(rows[:, row], ((0, 0), (0, 0), (0, 8)))  # a decode cache has room for more
+        longer = [jnp.pad(a, ((0, 0), (0, 8), (0, 0), (0, 0))) for a in (k, v)]
+        assert np.array_equal(whole[:, row], jax.jit(layers.attend)(q[:, row], *longer, seen))
+    norm = jax.jit(lambda x: layers.rms_norm(x, jnp.ones(16), 1e-6))
+    assert np.array_equal(norm(x)[:, :1], norm(x[:, :1]))
 
 
 def test_attention_in_blocks_equals_whole():
