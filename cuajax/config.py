@@ -97,9 +97,9 @@ def warmup(**changes: Any) -> Settings:
         second_steps=0,  # most updates of phase 2
         transition=0.75,  # grounding from which the learning rate falls
         gate=0.84,  # grounding (held-out single decisions answered rightly) that ends phase 1
-        second_gate=0.82,  # grounding from which phase 2's learning rate falls
-        verb_gate=0.65,  # grounding of the worst verb that both gates ask for as well
-        second_decay=200,  # updates from there to its end
+        second_gate=0.86,  # grounding from which phase 2's learning rate falls
+        verb_gate=0.7,  # grounding of the worst verb that both gates ask for as well
+        second_decay=250,  # updates from there to its end
         check_every=50,
         screens=30,  # an update
         second_screens=20,  # an update of phase 2, whose instructions are longer
