@@ -155,7 +155,7 @@ def rollout(**changes: Any) -> Settings:
         tasks_per_family=0,  # P is kept for each of so many tasks a family; 0: every task is new, P is a family's
         beta=0.7,  # how much of P stays when a group ends
         floor=0.05,  # least weight of a family
-        infeasible_share=0.08,
+        infeasible_share=0.12,
         timeout=120.0,  # seconds of one attempt
         replay="",  # experience directory of another run to learn from instead of acting
     ), changes)  # fmt: skip
@@ -272,14 +272,15 @@ DESKTOP = (
 
 
 def desktop(name: str, *, seed: int = 0, **sections: Settings) -> Settings:
-    """An experiment on the embedded desktop: its families, a warm-up on single decisions, then up to 300 updates.
+    """An experiment on the embedded desktop: its families, a warm-up on single decisions, then up to 450 updates.
 
     `sections` replace these or add to them.
     """
     shared = dict(
         suite=suite(families=DESKTOP, infeasible=("infeasible",)),
         warmup=warmup(steps=1500, second_steps=1500),
-        train=train(updates=300),
+        optimizer=optimizer(learning_rate=1e-3),
+        train=train(updates=450),
         eval=evaluation(every=30, enough=0.94),
     )
     return experiment(name, seed=seed, **{**shared, **sections})
