@@ -18,6 +18,6 @@ def get_config(arg: str = "") -> config.Settings:
     aggregate = "token" if options.token else "naive_step" if options.naive_step else "trajectory"
     made = config.desktop(
         f"grpo_{aggregate}",
-        algo=config.algo("grpo", credit=dict(aggregate=aggregate), loss=dict(entropy_coef=1e-2)),
+        algo=config.algo("grpo", credit=dict(aggregate=aggregate), loss=dict(entropy_coef=3e-3)),
     )
     return config.shrink(made) if options.debug else made

@@ -19,7 +19,6 @@ def get_config(arg: str = "") -> config.Settings:
         algo=config.algo("prm_grpo", loss=dict(entropy_coef=1e-2)),
         rounds=config.rounds(rounds=28, tasks=128),  # 16 updates a round
         data=config.data(groups_per_update=32, rows=16, drop_zero_variance=False),
-        optimizer=config.optimizer(learning_rate=6e-4),
         train=config.train(updates=450),  # at most: the run ends with its rounds
         eval=config.evaluation(every=25, enough=0.94),
     )

@@ -12,5 +12,5 @@ from cuajax import config
 
 def get_config(arg: str = "") -> config.Settings:
     options = config.parse_arg(arg, debug=False)
-    made = config.desktop("stepo", algo=config.algo("stepo", loss=dict(entropy_coef=1e-2)))
+    made = config.desktop("stepo", algo=config.algo("stepo", loss=dict(entropy_coef=3e-3)))
     return config.shrink(made) if options.debug else made

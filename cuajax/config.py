@@ -279,7 +279,6 @@ def desktop(name: str, *, seed: int = 0, **sections: Settings) -> Settings:
     shared = dict(
         suite=suite(families=DESKTOP, infeasible=("infeasible",)),
         warmup=warmup(steps=1500, second_steps=1500),
-        optimizer=optimizer(learning_rate=1e-3),
         train=train(updates=450),
         eval=evaluation(every=30, enough=0.94),
     )
