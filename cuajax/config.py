@@ -151,7 +151,7 @@ def rollout(**changes: Any) -> Settings:
         attempts=512,  # in flight at once
         max_lag=2,  # policy versions; older groups age out
         retries=8,  # attempts a group may repeat because the world failed
-        sampling="vas",  # uniform | vas: families or tasks by 4P(1-P)
+        sampling="vas",  # uniform | vas: families or tasks by 4P(1-P) | varied: by their share of groups that teach
         tasks_per_family=0,  # P is kept for each of so many tasks a family; 0: every task is new, P is a family's
         beta=0.7,  # how much of P stays when a group ends
         floor=0.05,  # least weight of a family

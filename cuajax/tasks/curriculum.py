@@ -14,24 +14,27 @@ import numpy as np
 
 from cuajax.types import Group
 
-State = dict[str, Any]  # {"units": {unit: {"p": EMA pass rate, "n": groups folded}}}; a unit is a family or a task
+State = dict[str, Any]  # {"units": {unit: its numbers}}; a unit is a family or a task
+# {"p": EMA of the pass rate, "varied": EMA of the share of groups whose rewards differ, "n": groups folded}
 TRAIN_SEEDS = (0, 1 << 30)
 EVALUATION_SEEDS = (1 << 30, 1 << 31)  # never overlaps: no training task is ever an evaluation task
-UNSEEN = {"p": 0.5, "n": 0}
+UNSEEN = {"p": 0.5, "varied": 0.5, "n": 0}
 
 
 @dataclass(frozen=True, slots=True)
 class Curriculum:
     """How tasks are drawn. Source: EvoCUA-1.5 (arXiv 2607.09773) eq. 14; beta, floor and share are ours.
 
-    `vas` draws with weight 4 P (1 - P), at least `floor`; `uniform` ignores P. With `tasks_per_family` 0 each task
-    is new and P is kept per family; else each family has that many tasks and P is kept per task. `infeasible`
+    `vas` draws with weight 4 P (1 - P), at least `floor`. `varied` (ours) draws with the share of groups whose rewards
+    differ, the only ones that teach: a policy that is sure of itself does a task always or never, and then P of many
+    tasks says little of it. `uniform` draws all alike. With `tasks_per_family` 0 each task is new and a family's
+    numbers are kept; else each family has that many tasks and a task's are. `infeasible`
     families are drawn for `infeasible_share` of the groups, evenly spread; the others share the rest.
     """
 
     families: tuple[str, ...]
     infeasible: tuple[str, ...] = ()
-    mode: Literal["uniform", "vas"] = "vas"
+    mode: Literal["uniform", "vas", "varied"] = "vas"
     beta: float = 0.7
     floor: float = 0.05
     infeasible_share: float = 0.08
@@ -43,8 +46,8 @@ class Curriculum:
         unknown = set(self.infeasible) - set(self.families)
         if unknown:
             raise ValueError(f"infeasible families {sorted(unknown)} are not among {self.families}")
-        if self.mode not in ("uniform", "vas"):
-            raise ValueError(f"mode is {self.mode!r}, choose 'uniform' or 'vas'")
+        if self.mode not in ("uniform", "vas", "varied"):
+            raise ValueError(f"mode is {self.mode!r}, choose 'uniform', 'vas' or 'varied'")
         for name, low in (("beta", 0.0), ("floor", 1e-6), ("infeasible_share", 0.0)):
             if not low <= getattr(self, name) <= 1.0:
                 raise ValueError(f"{name} is {getattr(self, name)}, must lie in {low:g}..1")
@@ -76,18 +79,22 @@ def unit_of(family: str, seed: int, curriculum: Curriculum) -> str:
 
 
 def fold(state: State, delta: Mapping[str, Any], curriculum: Curriculum) -> State:
-    """P <- beta P + (1 - beta) passed / valid; a group without a valid attempt changes nothing."""
+    """P <- beta P + (1 - beta) passed / valid, `varied` likewise; a group without a valid attempt changes nothing."""
     if not delta.get("valid"):
         return state
     unit = unit_of(delta["family"], delta["seed"], curriculum)
     old = state["units"].get(unit, UNSEEN)
-    p = curriculum.beta * old["p"] + (1.0 - curriculum.beta) * delta["passed"] / delta["valid"]
-    return {**state, "units": {**state["units"], unit: {"p": p, "n": old["n"] + 1}}}
+    news = {"p": delta["passed"] / delta["valid"], "varied": float(delta["varied"])}
+    folded = {key: curriculum.beta * old[key] + (1.0 - curriculum.beta) * new for key, new in news.items()}
+    return {**state, "units": {**state["units"], unit: {**folded, "n": old["n"] + 1}}}
 
 
-def weight(p: float, curriculum: Curriculum) -> float:
-    """4 P (1 - P), at least `floor`; 1 when uniform."""
-    return max(curriculum.floor, 4.0 * p * (1.0 - p)) if curriculum.mode == "vas" else 1.0
+def weight(unit: Mapping[str, float], curriculum: Curriculum) -> float:
+    """4 P (1 - P) or the share of groups whose rewards differ, at least `floor`; 1 when uniform."""
+    if curriculum.mode == "uniform":
+        return 1.0
+    vas = curriculum.mode == "vas"
+    return max(curriculum.floor, 4.0 * unit["p"] * (1.0 - unit["p"]) if vas else unit["varied"])
 
 
 def wants_infeasible(index: int, curriculum: Curriculum) -> bool:
@@ -115,10 +122,10 @@ def sample(
         i for i, (c, u) in enumerate(zip(candidates, units, strict=True))
         if not u["n"] and unit_of(*c, curriculum) not in busy
     ]  # fmt: skip
-    if unseen and curriculum.mode == "vas":
+    if unseen and curriculum.mode != "uniform":
         family, seed = candidates[unseen[int(rng.integers(len(unseen)))]]
     else:
-        weights = np.array([weight(u["p"], curriculum) for u in units])
+        weights = np.array([weight(u, curriculum) for u in units])
         family, seed = candidates[int(rng.choice(len(candidates), p=weights / weights.sum()))]
     return family, int(rng.integers(low, high)) if seed < 0 else seed
 

@@ -23,7 +23,7 @@ C = Curriculum(("a", "b", "c", "no"), infeasible=("no",), infeasible_share=0.25)
 
 
 def told(family, passed, valid, seed=1):
-    return {"family": family, "seed": seed, "passed": passed, "valid": valid}
+    return {"family": family, "seed": seed, "passed": passed, "valid": valid, "varied": 0 < passed < valid}
 
 
 def rng(seed=0):
@@ -49,12 +49,26 @@ def test_fold_is_pure_and_plain():
 
 
 def test_vas_weights():
-    assert [weight(p, C) for p in (0.5, 0.1, 0.0, 1.0)] == pytest.approx([1.0, 0.36, 0.05, 0.05])
-    assert weight(0.0, Curriculum(("a",), mode="uniform")) == 1.0
+    assert [weight({"p": p}, C) for p in (0.5, 0.1, 0.0, 1.0)] == pytest.approx([1.0, 0.36, 0.05, 0.05])
+    assert weight({"p": 0.0}, Curriculum(("a",), mode="uniform")) == 1.0
+
+
+def test_varied_draws_what_teaches():
+    """a is always or never done, b now and then: by pass rates a is drawn more, by groups that differ b."""
+    for mode, more in (("vas", "a"), ("varied", "b")):
+        c, state = Curriculum(("a", "b"), mode=mode, beta=0.5), initial()
+        for passed in (8, 0, 8, 0):
+            state = fold(state, told("a", passed, 8), c)
+            state = fold(state, told("b", 7, 8), c)
+        weights = {family: weight(unit, c) for family, unit in state["units"].items()}
+        assert max(weights, key=weights.__getitem__) == more
+    assert state["units"]["a"]["varied"] == pytest.approx(0.5**5)
+    assert state["units"]["b"]["varied"] == pytest.approx(1 - 0.5**5)
+    assert weights["a"] == c.floor and weights["b"] == pytest.approx(1 - 0.5**5)
 
 
 def seen(**rates):
-    return {"units": {family: {"p": p, "n": 5} for family, p in rates.items()}}
+    return {"units": {family: {"p": p, "varied": 0.5, "n": 5} for family, p in rates.items()}}
 
 
 def test_vas_draws_in_proportion():
@@ -128,7 +142,7 @@ def test_delta_counts_invalid_apart():
         (dict(families=("a",), infeasible=("b",)), r"\['b'\] are not among"),
         (dict(families=("a",), beta=1.5), "beta is 1.5"),
         (dict(families=("a",), floor=0.0), "floor is 0.0"),
-        (dict(families=("a",), mode="best"), "choose 'uniform' or 'vas'"),
+        (dict(families=("a",), mode="best"), "choose 'uniform', 'vas' or 'varied'"),
     ],
 )
 def test_settings_are_checked(options, message):
