@@ -97,8 +97,8 @@ def warmup(**changes: Any) -> Settings:
         second_steps=0,  # most updates of phase 2
         transition=0.75,  # grounding from which the learning rate falls
         gate=0.84,  # grounding (held-out single decisions answered rightly) that ends phase 1
-        second_gate=0.86,  # grounding from which phase 2's learning rate falls
-        verb_gate=0.7,  # grounding of the worst verb that both gates ask for as well
+        second_gate=0.92,  # grounding from which phase 2's learning rate falls
+        verb_gate=0.8,  # grounding of the worst verb that both gates ask for as well
         second_decay=250,  # updates from there to its end
         check_every=50,
         screens=30,  # an update
@@ -266,8 +266,8 @@ def experiment(name: str, *, seed: int = 0, **sections: Settings) -> Settings:
 
 
 DESKTOP = (
-    "radiocheck", "tabcheck", "typecheck", "droptype", "radio+type", "drop+radio", "drop+check1", "check3",
-    "type+check2", "radio+check2", "infeasible",
+    "tabcheck", "droptype", "drop+radio", "drop+check1", "type+check2", "radio+check2", "drop+check2",
+    "type+radiocheck", "droptype+check1", "type+check3", "infeasible",
 )  # fmt: skip
 
 
@@ -278,7 +278,7 @@ def desktop(name: str, *, seed: int = 0, **sections: Settings) -> Settings:
     """
     shared = dict(
         suite=suite(families=DESKTOP, infeasible=("infeasible",)),
-        warmup=warmup(steps=1500, second_steps=1500),
+        warmup=warmup(steps=1500, second_steps=2000),
         train=train(updates=450),
         eval=evaluation(every=30, enough=0.92),
     )

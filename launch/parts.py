@@ -304,8 +304,11 @@ def labelled(chosen: Sequence[Decision], made: Harness) -> tuple[list[Sample], d
 
 
 def grounding_set(config: Settings, made: Harness, *, clauses: int = 1, count: int = 64) -> list[Decision]:
-    """Held-out single decisions that grounding is measured on: full screens, no reading questions."""
-    shown = replace(mix(config, 0, clauses), read=0.0, sparse=0.0)
+    """Held-out single decisions that grounding is measured on: full screens, no reading questions, nothing absent.
+
+    That a widget is not there is learned last of all, in reinforcement, and would hide how well the others are found.
+    """
+    shown = replace(mix(config, 0, clauses), read=0.0, sparse=0.0, absent=0.0)
     pool = tuple(f for f in config.suite.families if f not in config.suite.infeasible)
     size = (config.suite.screen, config.suite.screen, 1)
     return decisions(random.Random(f"grounding/{clauses}"), count, 6, clauses=clauses, pool=pool, mix=shown, size=size)
