@@ -140,6 +140,7 @@ def test_grounding_is_told_by_verb(settings, monkeypatch):
     for clauses in (1, 2):
         chosen = parts.grounding_set(settings, harness, clauses=clauses)
         overall, verbs = parts.grounding(lambda: None, harness, chosen)
+        assert not any(d.tag in ("fail", "read") for d in chosen)
         wrong = sum("choose" in d.instruction for d in chosen)
         assert overall == pytest.approx(1 - wrong / len(chosen)) and 0 < wrong < len(chosen)
         assert verbs["choose"] == 0.0 and verbs["check"] == (1.0 if clauses == 1 else pytest.approx(0.9, abs=0.09))
