@@ -65,11 +65,11 @@ def theirs(sampling):
     async def every():
         by_token = [one(token_content=pb.DecodeRequest.TokenContent(token_ids=ids)) for ids in prompts]
         by_text = [one(text_content=pb.DecodeRequest.TextContent(text=text)) for text in texts]
-        return await asyncio.gather(*by_token, *by_text)
+        answers = await asyncio.gather(*by_token, *by_text)
+        await asyncio.to_thread(driver.stop)  # its threads close their channels through this loop
+        return answers
 
-    answers = asyncio.run(every())
-    driver.stop()
-    return answers
+    return asyncio.run(every())
 
 assert theirs(greedy) == wanted * 2
 assert theirs(stopping) == wanted_stopping * 2
