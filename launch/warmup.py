@@ -126,6 +126,7 @@ def warm_up(
                 line.update(done, row)
             if limit and not ended:
                 gate = w.gate if phase == 1 else w.second_gate
-                log.warning("phase %d ended at its limit of %d updates: grounding %.3f, gate %.3f, by verb %s",
-                            phase, limit, grounding, gate, {k: round(v, 2) for k, v in verbs.items()})  # fmt: skip
+                log.warning("phase %d ended at its limit of %d updates: grounding %.3f, gate %.3f; verbs %s, gate %.2f",
+                            phase, limit, grounding, gate, {k: round(v, 2) for k, v in verbs.items()},
+                            w.verb_gate)  # fmt: skip
     return jax.block_until_ready(now.params)
