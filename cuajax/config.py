@@ -280,7 +280,7 @@ def desktop(name: str, *, seed: int = 0, **sections: Settings) -> Settings:
         suite=suite(families=DESKTOP, infeasible=("infeasible",)),
         warmup=warmup(steps=1500, second_steps=2000),
         train=train(updates=450),
-        eval=evaluation(every=30, enough=0.92),
+        eval=evaluation(every=30, enough=0.9),
     )
     return experiment(name, seed=seed, **{**shared, **sections})
 
