@@ -57,6 +57,7 @@ def policy(**changes: Any) -> Settings:
     return section("policy", dict(
         preset="tiny",  # a name in models/presets.py
         dtype="float32",  # of activations and matmuls; parameters are float32
+        init="",  # checkpoints of another run, whose newest parameters this one begins with; empty: drawn from the seed
     ), changes)  # fmt: skip
 
 

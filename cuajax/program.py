@@ -27,7 +27,8 @@ RUN_FORMAT = 1  # of config.json in a run directory
 RUN_FILE = "config.json"
 # A run may be continued with other values of these; any other difference is another experiment.
 FREE_KEYS = frozenset({
-    "train.updates", "eval.every", "checkpoint.every", "checkpoint.keep", "serving.address", "rollout.here",
+    "train.updates", "eval.every", "eval.enough", "checkpoint.every", "checkpoint.keep", "serving.address",
+    "rollout.here",
 })  # fmt: skip
 
 

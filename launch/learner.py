@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cuajax.algorithms import surrogate
-from cuajax.checkpoint import Checkpoints
+from cuajax.checkpoint import CheckpointError, Checkpoints
 from cuajax.config import ConfigError, Settings
 from cuajax.data.pipeline import Rules
 from cuajax.metrics import Clock
@@ -257,6 +257,19 @@ def keep_start(run_dir: Path, store: Any, now: Any, cursor: Mapping[str, Any], *
     kept = Checkpoints(run_dir / START, keep_last=1, keep_best=0)
     save(kept, store, now, cursor, reference=reference)
     kept.close()
+
+
+def params_of(directory: str, *, like: Any) -> Any:
+    """The parameters of the newest checkpoint in a directory of another run. Raises ConfigError."""
+    kept = None
+    try:
+        kept = Checkpoints(directory, read_only=True)
+        return kept.restore_params(like)[0]
+    except CheckpointError as error:
+        raise ConfigError(f"policy.init: {error}") from error
+    finally:
+        if kept is not None:
+            kept.close()
 
 
 def round_reference(reference: Any, now: Any, begins: bool) -> Any:

@@ -61,6 +61,8 @@ def main(config: Settings, workdir: str) -> int:
     if found is not None:
         saved = checkpoints.restore(*learning.items(state, state.params if objective.needs_ref else None), step=found)
         (state, reference), cursor = learning.restored(saved), saved.data
+    elif config.policy.init:
+        state = learner.begin(learning.params_of(config.policy.init, like=state.params), rule)
     start, best = cursor["update"], cursor.get("best", 0.0)
     writer = metrics.Writer(run_dir, restored=start if found is not None else -1)
 
@@ -76,15 +78,27 @@ def main(config: Settings, workdir: str) -> int:
     def renew() -> None:
         serving.renew(state.params, version)  # a policy server that was restarted has older weights
 
+    def leave(status: int) -> int:
+        writer.close()
+        serving.stop()
+        store.close()
+        lease.release()
+        return status
+
     def evaluate(tasks):
         return parts.run_tasks(serving.connect, suite, tasks, harness=harness, temperature=config.eval.temperature)
 
     # ------------------------------------------------------------------------- warm-up: grounding, supervised
     if found is None:
         if config.warmup.steps:
-            params = warmup.warm_up(
-                config, harness, state.params, learner=learner, connect=serving.connect, publish=publish, writer=writer
-            )
+            with Preemption() as preemption:
+                params = warmup.warm_up(
+                    config, harness, state.params, learner=learner, connect=serving.connect, publish=publish,
+                    writer=writer, run_dir=run_dir, preemption=preemption,
+                )  # fmt: skip
+            if params is None:
+                checkpoints.close()
+                return leave(learning.PREEMPTED)
             state = learner.begin(params, rule)
             version = publish(state.params)
         best = held = parts.scores(evaluate(held_out), held_out)["success"]
@@ -95,6 +109,8 @@ def main(config: Settings, workdir: str) -> int:
         first = state.params if objective.needs_ref else None  # only to be saved: the step donates it
         learning.keep_start(run_dir, store, state, cursor, reference=first)
         learning.save(checkpoints, store, state, cursor, reference=first)
+        checkpoints.wait()
+        warmup.forget(run_dir)
 
     # ------------------------------------------------------------ experience: attempts in, packed batches out
     rules = learning.rules(config, first_version=version)
@@ -171,11 +187,7 @@ def main(config: Settings, workdir: str) -> int:
         if replay and finals:
             serving.publish(state.params, store.new_version())
         result.tell(run_dir, config, source, trajectories=evaluate(finals), tasks=finals, seconds=time.time() - began)
-    writer.close()
-    serving.stop()
-    store.close()
-    lease.release()
-    return status
+    return leave(status)
 
 
 if __name__ == "__main__":

@@ -9,19 +9,24 @@ task is shown.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
+import shutil
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import optax
 import parts
-from learner import Learner
+from learner import Learner, items, restored
 
+from cuajax import program
 from cuajax.agent.harness import Harness
 from cuajax.algorithms import surrogate
+from cuajax.checkpoint import Checkpoints, Preemption
 from cuajax.config import ConfigError, Settings
 from cuajax.data.pipeline import supervised
 from cuajax.metrics import ProgressLine, Writer
@@ -29,6 +34,8 @@ from cuajax.train import optimizer
 from cuajax.types import Sample
 
 log = logging.getLogger(__name__)
+KEPT = "checkpoints_warmup"  # in the run directory, while the warm-up lasts
+SAVE_CHECKS = 4  # measurements of grounding between two saves
 RAMP = 30  # updates over which the learning rate rises
 FLOOR = 0.3  # share of the learning rate that phase 1 decays to, once past the transition
 LEAST = 0.15  # weight of a verb that is always right
@@ -91,42 +98,92 @@ def _decisions(
     return parts.single_decisions(config, harness, seed, first + step, phase=phase, weights=weights)
 
 
+@dataclass
+class Point:
+    """Where a warm-up stands: the data of its checkpoints, beside parameters and optimizer."""
+
+    phase: int = 1
+    step: int = 0  # updates of this phase
+    done: int = 0  # updates of both phases
+    passed: int = 0  # the update at which this phase's mark was seen, or 0
+    verbs: Mapping[str, float] = field(default_factory=dict)  # grounding by verb, as last measured
+    rows: list[dict[str, Any]] = field(default_factory=list)  # all that was measured
+
+    def next_phase(self) -> None:
+        self.phase, self.step, self.passed, self.verbs = self.phase + 1, 0, 0, {}
+
+
 def warm_up(
     config: Settings, harness: Harness, params: Any, *, learner: Learner, connect: parts.Connect, publish: Any,
-    writer: Writer,
+    writer: Writer, run_dir: Path, preemption: Preemption,
 ) -> Any:  # fmt: skip
-    """The parameters after both phases; progress and grounding go to the metrics as step 0."""
+    """The parameters after both phases, or None if told to stop; progress and grounding go to the metrics as step 0.
+
+    A warm-up that was stopped goes on from its own checkpoint, with the screens and updates that were to come.
+    """
     w, made = config.warmup, rule(config, learner.axes)
     now, train = learner.begin(params, made), learner.train_step(surrogate.sft_loss, made)
     held = {phase: parts.grounding_set(config, harness, clauses=phase) for phase in (1, 2)}
     shapes = {1: parts.pack_spec(harness, config, w.pack), 2: parts.pack_spec(harness, config, w.second_pack)}
-    done = 0
+    limits, at = {phase: most for phase, most in ((1, w.steps), (2, w.second_steps)) if most}, Point()
+    kept = Checkpoints(run_dir / KEPT, keep_last=1, keep_best=0)
+    if kept.latest() is not None:
+        found = kept.restore(*items(now, None))
+        (now, _), at = restored(found), Point(**found.data)
+        for row in at.rows:
+            writer.write(0, row)
     shown = {"grounding": "warmup/grounding", "loss": "warmup/nll"}
-    with ProgressLine(w.steps + w.second_steps, label="warm-up", shown=shown) as line:
-        for phase, limit in ((1, w.steps), (2, w.second_steps)):
-            step, passed, ended, grounding, verbs = 0, 0, False, 0.0, {}
-            while step < limit and not ended:
-                make = functools.partial(_decisions, config, harness, phase=phase, first=step, weights=weights(verbs))
-                many = min(w.check_every, limit - step)
-                for batch, _ in supervised(make, spec=shapes[phase], seed=config.seed, steps=many, prefetch=2):
-                    step, done = step + 1, done + 1
-                    speed = jnp.float32(rate(w, phase=phase, step=step, passed=passed))
+    with ProgressLine(sum(limits.values()), label="warm-up", shown=shown, done=at.done) as line:
+        while at.phase in limits and not preemption.requested:
+            phase, limit, first = at.phase, limits[at.phase], at.step
+            make = functools.partial(_decisions, config, harness, phase=phase, first=first, weights=weights(at.verbs))
+            many = min(w.check_every - first % w.check_every, limit - first)
+            batches = iter(supervised(make, spec=shapes[phase], seed=config.seed, steps=many, prefetch=2))
+            with contextlib.closing(batches):
+                for batch, _ in batches:
+                    if preemption.requested:
+                        break
+                    at.step, at.done = at.step + 1, at.done + 1
+                    speed = jnp.float32(rate(w, phase=phase, step=at.step, passed=at.passed))
                     now.opt_state.hyperparams["learning_rate"] = speed
                     now, report = train(now, learner.place(batch))
-                    line.update(done, {})
-                publish(now.params)
-                grounding, verbs = parts.grounding(connect, harness, held[phase])
-                passed, ended = gauge(
-                    w, phase=phase, step=step, passed=passed, grounding=grounding, worst=min(verbs.values())
-                )
-                row = {"warmup/phase": phase, "warmup/step": done, "warmup/grounding": grounding,
-                       "warmup/nll": surrogate.summary(report)["nll"]}  # fmt: skip
-                row |= {f"warmup/verb/{verb}": share for verb, share in verbs.items()}
-                writer.write(0, row)
-                line.update(done, row)
-            if limit and not ended:
-                gate = w.gate if phase == 1 else w.second_gate
-                log.warning("phase %d ended at its limit of %d updates: grounding %.3f, gate %.3f; verbs %s, gate %.2f",
-                            phase, limit, grounding, gate, {k: round(v, 2) for k, v in verbs.items()},
-                            w.verb_gate)  # fmt: skip
-    return jax.block_until_ready(now.params)
+                    line.update(at.done, {})
+            if at.step < first + many:
+                break
+            publish(now.params)
+            grounding, at.verbs = parts.grounding(connect, harness, held[phase])
+            at.passed, ended = gauge(
+                w, phase=phase, step=at.step, passed=at.passed, grounding=grounding, worst=min(at.verbs.values())
+            )
+            row = {"warmup/phase": phase, "warmup/step": at.done, "warmup/grounding": grounding,
+                   "warmup/nll": surrogate.summary(report)["nll"]}  # fmt: skip
+            row |= {f"warmup/verb/{verb}": share for verb, share in at.verbs.items()}
+            at.rows.append(row)
+            line.update(at.done, writer.write(0, row))
+            if ended or at.step >= limit:
+                if not ended:
+                    _missed(w, at, grounding)
+                at.next_phase()
+            if at.done % (SAVE_CHECKS * w.check_every) == 0:
+                _save(kept, now, at, config)
+    _save(kept, now, at, config)
+    kept.close()
+    return None if preemption.requested else now.params
+
+
+def _save(kept: Checkpoints, now: Any, at: Point, config: Settings) -> None:
+    params, rest = items(now, None)
+    kept.save(at.done, params=params, opt=rest, data=asdict(at), version=0, config=program.fingerprint(config))
+
+
+def _missed(w: Settings, at: Point, grounding: float) -> None:
+    log.warning(
+        "phase %d ended at its limit of %d updates: grounding %.3f, gate %.3f; verbs %s, gate %.2f",
+        at.phase, at.step, grounding, w.gate if at.phase == 1 else w.second_gate,
+        {k: round(v, 2) for k, v in at.verbs.items()}, w.verb_gate,
+    )  # fmt: skip
+
+
+def forget(run_dir: Path) -> None:
+    """Removes the warm-up's checkpoint, once the run has one of its own."""
+    shutil.rmtree(run_dir / KEPT, ignore_errors=True)

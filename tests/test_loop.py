@@ -98,6 +98,36 @@ def test_the_same_command_goes_on_through_kill_and_sigterm(run: Path) -> None:
     assert seqs == sorted(set(seqs))  # no group was trained twice
 
 
+def test_a_warm_up_goes_on_where_it_was_stopped_or_killed(tmp_path: Path) -> None:
+    """Stopped between two measurements, then killed: reinforcement begins with the same policy, bit for bit."""
+    long = ("--config.warmup.steps=12", "--config.warmup.second_steps=12", "--config.warmup.gate=1.0",
+            "--config.warmup.second_gate=1.0")  # fmt: skip
+    many = (*BARE[:2], "--config.train.updates=0", *long)
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    finish(train(whole, *many))
+
+    def grounded(path: Path) -> list[dict]:
+        lines = (path / "metrics.jsonl").read_text().splitlines() if (path / "metrics.jsonl").exists() else []
+        return [row for row in map(json.loads, lines) if "warmup/step" in row]
+
+    page = train(run, *many)
+    page.until(lambda: len(grounded(run)) >= 2, "two measurements")
+    assert page.end(signal.SIGTERM) == 75, page.said[-4000:]
+    stopped = json.loads(next((run / "checkpoints_warmup").glob("*/data/metadata")).read_text())
+    assert 4 <= stopped["done"] < 24 and not checkpoints(run)
+    page = train(run, *many)
+    page.until(lambda: len(grounded(run)) >= len(stopped["rows"]) + 5, "five more")  # a save lies among any four
+    page.kill()
+    finish(train(run, *many))
+    assert [row["warmup/step"] for row in grounded(run)] == list(range(2, 25, 2))
+    ignored = {"time"}
+    assert [{k: v for k, v in row.items() if k not in ignored} for row in grounded(run)] == [
+        {k: v for k, v in row.items() if k not in ignored} for row in grounded(whole)
+    ]
+    assert same(state(run, 0), state(whole, 0))
+    assert not (run / "checkpoints_warmup").exists()
+
+
 def test_training_ends_once_success_is_enough(tmp_path: Path) -> None:
     """Any success is enough at 0: the run ends at its first evaluation, and stays ended when started again."""
     run = tmp_path / "run"
@@ -105,6 +135,15 @@ def test_training_ends_once_success_is_enough(tmp_path: Path) -> None:
     for _ in range(2):
         assert "Traceback" not in finish(train(run, *many))
         assert updates(run) == 0 and json.loads((run / "result.json").read_text())["updates"] == 0
+
+
+def test_a_run_begins_with_the_policy_of_another(run: Path, tmp_path: Path) -> None:
+    other, begins = tmp_path / "other", f"--config.policy.init={run / 'checkpoints'}"
+    newest = checkpoints(run)[-1]
+    finish(train(other, begins, *BARE, "--config.train.updates=0"))
+    assert same(state(other, 0, ("params",)), state(run, newest, ("params",)))
+    page = train(tmp_path / "third", f"--config.policy.init={tmp_path}", *BARE)
+    assert page.end() == 2 and f"error: policy.init: {tmp_path} is no checkpoint directory of cuajax" in page.said
 
 
 # ------------------------------------------------------------------------------------------------- what it refuses

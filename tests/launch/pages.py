@@ -130,10 +130,10 @@ def checkpoints(run: Path) -> list[int]:
     return sorted(int(path.parent.name) for path in found if path.parent.name.isdecimal())
 
 
-def state(run: Path, update: int) -> list[Any]:
-    """Every array of a checkpoint, parameters and optimizer, in a fixed order."""
+def state(run: Path, update: int, items: tuple[str, ...] = ("params", "opt")) -> list[Any]:
+    """Every array of a checkpoint, by default parameters and optimizer, in a fixed order."""
     import jax
     import orbax.checkpoint as ocp
 
-    trees = [ocp.StandardCheckpointer().restore(run / "checkpoints" / str(update) / item) for item in ("params", "opt")]
+    trees = [ocp.StandardCheckpointer().restore(run / "checkpoints" / str(update) / item) for item in items]
     return jax.tree.leaves(trees)
