@@ -93,9 +93,10 @@ def test_a_control_begins_where_reinforcement_began(tmp_path: Path) -> None:
     program.save_resolved(run_dir, config.experiment("x", algo=config.algo("stepo")))
     rows = [{"step": 0, "eval/success": 0.25}, {"step": 1, "eval/success": 0.5}]
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (run_dir / "result.json").write_text(json.dumps({"updates": 7, "target": 450}))  # its success was enough
     controls.branch(_runs.Run.of(run_dir), to)
     begun = _runs.Run.of(to)
-    assert begun.start == 0.25
+    assert begun.start == 0.25 and begun.config.train.updates == 7
     assert [row["step"] for row in begun.rows] == [0]
     assert (to / "checkpoints" / "0").is_dir()
     assert not begun.finished(1)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from cuajax import metrics, program
-from cuajax.config import Settings
+from cuajax.config import Settings, override
 from tests.bench import _runs
 from tests.bench._runs import Run
 
@@ -28,18 +28,19 @@ MOST = 0.05  # gain that shuffled rewards may show
 
 # ------------------------------------------------------------------------------------------ rewards without meaning
 def branch(run: Run, to: Path) -> None:
-    """A new run directory that begins where the reinforcement of `run` began, with the same config; again: nothing."""
+    """A new run directory that begins where the reinforcement of `run` began, for as many updates; again: nothing."""
     if (to / program.RUN_FILE).exists():
         return
     start = run.path / _runs.START
     if not start.is_dir():
         raise SystemExit(f"{start} is missing: the run did not keep the policy that reinforcement began with")
+    updates = (run.result or {}).get("updates", run.config.train.updates)
     draft = to.with_name(f".{to.name}.draft")
     shutil.rmtree(draft, ignore_errors=True)
     shutil.copytree(start, draft / "checkpoints")
     rows = [json.dumps(row) for row in run.rows if row["step"] == 0]
     (draft / metrics.ROWS_FILE).write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
-    program.save_resolved(draft, run.config)
+    program.save_resolved(draft, override(run.config, {"train.updates": updates}))
     to.parent.mkdir(parents=True, exist_ok=True)
     draft.rename(to)
 
@@ -48,7 +49,7 @@ def shuffle(run: Run, root: Path) -> Run:
     """Trains on shuffled rewards from the run's start; returns the finished run."""
     to = root / f"{run.path.name}-shuffled"
     branch(run, to)
-    if not Run.of(to).finished(run.config.train.updates):
+    if not Run.of(to).finished(Run.of(to).config.train.updates):
         print(f"{to}: running, output in {to}.out", file=sys.stderr)
         status = _runs.execute([sys.executable, "-m", "tests.bench._shuffled", str(to)], to)
         if status not in (0, 3):  # 3: its success collapsed, which is an end as well
