@@ -273,14 +273,14 @@ DESKTOP = (
 
 
 def desktop(name: str, *, seed: int = 0, **sections: Settings) -> Settings:
-    """An experiment on the embedded desktop: its families, a warm-up on single decisions, then up to 450 updates.
+    """An experiment on the embedded desktop: its families, a warm-up on single decisions, then up to 180 updates.
 
     `sections` replace these or add to them.
     """
     shared = dict(
         suite=suite(families=DESKTOP, infeasible=("infeasible",)),
         warmup=warmup(steps=1500, second_steps=2000),
-        train=train(updates=450),
+        train=train(updates=180),  # a slow seed ends here, inside ten minutes on two cores
         eval=evaluation(every=30, enough=0.9),
     )
     return experiment(name, seed=seed, **{**shared, **sections})
