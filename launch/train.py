@@ -28,9 +28,7 @@ def main(config: Settings, workdir: str) -> int:
     run_dir = program.prepare_run_dir(workdir or f"runs/{config.name}", config)
     lease = parts.hold(run_dir / "experience")
     metrics.setup_logging(run_dir)
-    sys.setswitchinterval(
-        1e-3
-    )  # seconds; learner, server and rollouts share this process, and 5 ms is an answer's time
+    sys.setswitchinterval(1e-3)  # seconds: learner, server and rollouts share this process; 5 ms is an answer's time
 
     import jax
     import learner as learning
@@ -91,11 +89,10 @@ def main(config: Settings, workdir: str) -> int:
     # ------------------------------------------------------------------------- warm-up: grounding, supervised
     if found is None:
         if config.warmup.steps:
-            with Preemption() as preemption:
-                params = warmup.warm_up(
-                    config, harness, state.params, learner=learner, connect=serving.connect, publish=publish,
-                    writer=writer, run_dir=run_dir, preemption=preemption,
-                )  # fmt: skip
+            params = warmup.warm_up(
+                config, harness, state.params, learner=learner, connect=serving.connect, publish=publish,
+                writer=writer, run_dir=run_dir,
+            )  # fmt: skip
             if params is None:
                 checkpoints.close()
                 return leave(learning.PREEMPTED)

@@ -115,9 +115,9 @@ class Point:
 
 def warm_up(
     config: Settings, harness: Harness, params: Any, *, learner: Learner, connect: parts.Connect, publish: Any,
-    writer: Writer, run_dir: Path, preemption: Preemption,
+    writer: Writer, run_dir: Path,
 ) -> Any:  # fmt: skip
-    """The parameters after both phases, or None if told to stop; progress and grounding go to the metrics as step 0.
+    """The parameters after both phases, or None if SIGTERM came; progress and grounding go to the metrics as step 0.
 
     A warm-up that was stopped goes on from its own checkpoint, with the screens and updates that were to come.
     """
@@ -133,7 +133,8 @@ def warm_up(
         for row in at.rows:
             writer.write(0, row)
     shown = {"grounding": "warmup/grounding", "loss": "warmup/nll"}
-    with ProgressLine(sum(limits.values()), label="warm-up", shown=shown, done=at.done) as line:
+    progress = ProgressLine(sum(limits.values()), label="warm-up", shown=shown, done=at.done)
+    with Preemption() as preemption, progress as line:
         while at.phase in limits and not preemption.requested:
             phase, limit, first = at.phase, limits[at.phase], at.step
             make = functools.partial(_decisions, config, harness, phase=phase, first=first, weights=weights(at.verbs))
@@ -166,7 +167,7 @@ def warm_up(
                 at.next_phase()
             if at.done % (SAVE_CHECKS * w.check_every) == 0:
                 _save(kept, now, at, config)
-    _save(kept, now, at, config)
+        _save(kept, now, at, config)
     kept.close()
     return None if preemption.requested else now.params
 
