@@ -22,6 +22,7 @@ from cuajax.types import PackedBatch
 
 log = logging.getLogger(__name__)
 START = "checkpoints_start"  # in the run directory: the policy that reinforcement began with
+NOTICE = 30.0  # seconds without a group from elsewhere that are worth a warning
 PREEMPTED, COLLAPSED = 75, 3  # exit statuses; 75 (EX_TEMPFAIL) asks a scheduler to start the run again
 
 
@@ -127,6 +128,7 @@ def next_batch(
 
     `waiting` is called about once a second while there is none.
     """
+    began, notice = time.monotonic(), NOTICE
     while not preemption.requested:
         if actors is not None:
             actors.check()
@@ -136,6 +138,9 @@ def next_batch(
             return next(batches)
         except TimeoutError:
             waiting()
+            if actors is None and time.monotonic() - began > notice:  # our own actors have a watchdog
+                log.warning("no group to learn from for %.0f s: is launch/rollout.py running on this run?", notice)
+                notice *= 2
         except StopIteration:
             break
     return None, {}

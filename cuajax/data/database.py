@@ -1,12 +1,15 @@
 """One OCDBT database per generation of a run's store, and atomic transactions on the current one.
 
-A generation's `head` record is read and rewritten by every transaction, so writers are serialised by it. Compaction
-writes a new generation and, as its last act, names it in the old one's head (`next`); whoever reads that head moves
-over. A handle holds a shared file lock on its generation, which is deleted only when nobody holds one.
+A generation's `head` record is read and rewritten by every transaction, so writers are serialised by it. On a local
+disk they take turns by a lock file besides: when the commits of two processes meet, TensorStore 0.1.86 may crash one of
+them instead of refusing it. Compaction writes a new generation and, as its last act, names it in the old one's head
+(`next`); whoever reads that head moves over. A handle holds a shared file lock on its generation, which is deleted only
+when nobody holds one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import fcntl
@@ -16,7 +19,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -27,7 +30,7 @@ from cuajax.data.keys import HEAD
 from cuajax.data.records import RecordCorrupt, seal, unseal
 
 RETRIES = 64  # of one transaction against other writers
-_PAUSE_SECONDS = 5.0  # a writer waits at most this long for a compaction
+_PAUSE_SECONDS = 5.0  # a writer waits at most this long for a compaction, or for its turn
 _CURRENT = b"CURRENT"
 _OS_ERROR = re.compile(r"os_error_code=\\?'(\d+)\\?'")
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -144,14 +147,16 @@ class Database:
 
     def _initialise(self, name: str) -> None:
         kv = self.open_generation(name)
+        doing = f"creating a store at {self.prefix}"
         txn = ts.Transaction(atomic=True, repeatable_read=True)
         try:
-            if kv.with_transaction(txn).read(HEAD).result().state == "missing":
-                kv.with_transaction(txn)[HEAD] = seal(Head())
-            txn.commit_async().result()
+            with self._turn(doing):
+                if kv.with_transaction(txn).read(HEAD).result().state == "missing":
+                    kv.with_transaction(txn)[HEAD] = seal(Head())
+                txn.commit_async().result()
         except ValueError as error:
             if not isinstance(typed(error, ""), StoreConflict):  # a conflict: someone else made it just now
-                raise typed(error, f"creating a store at {self.prefix}") from error
+                raise typed(error, doing) from error
         self.set_current(name)
 
     def move_to(self, name: str) -> None:
@@ -263,24 +268,9 @@ class Database:
         patience = time.monotonic() + _PAUSE_SECONDS
         conflicts = 0
         while conflicts < RETRIES:
-            txn = ts.Transaction(atomic=True, repeatable_read=True)
-            kv = self._kv.with_transaction(txn)
             try:
-                data = kv.read(HEAD).result().value
-                head = unseal(data, Head, "head") if data else Head(next="deleted")
-                if head.next:
-                    self.refresh()
-                    continue
-                if polite and head.pause and time.monotonic() < patience:
-                    time.sleep(0.002)
-                    continue
-                new = edit(kv, head)
-                if new is None:
-                    return head
-                # Whoever ran out of patience clears the request: its compaction was killed.
-                kv[HEAD] = seal(dataclasses.replace(new, pause=False) if polite and new.pause else new)
-                txn.commit_async().result()
-                return new
+                with self._turn(doing):
+                    done = self._attempt(edit, polite=polite, pausing=polite and time.monotonic() < patience)
             except ValueError as error:
                 if type(error) is not ValueError:  # the edit's own; TensorStore's have no type
                     raise
@@ -289,9 +279,61 @@ class Database:
                 self.conflicts += 1
                 conflicts += 1
                 time.sleep(random.uniform(0, min(0.05, 0.001 * 2**conflicts)))
-            finally:
-                txn.abort()
+            else:
+                if done is not None:
+                    return done
+                time.sleep(0.002)
         raise StoreConflict(f"{doing}: lost to other writers {RETRIES} times")
+
+    def _attempt(self, edit: Callable[[Any, Head], Head | None], *, polite: bool, pausing: bool) -> Head | None:
+        """One transaction; None where it has to wait for a compaction, or was begun on a replaced generation."""
+        txn = ts.Transaction(atomic=True, repeatable_read=True)
+        kv = self._kv.with_transaction(txn)
+        try:
+            data = kv.read(HEAD).result().value
+            head = unseal(data, Head, "head") if data else Head(next="deleted")
+            if head.next:
+                self.refresh()
+                return None
+            if pausing and head.pause:
+                return None
+            new = edit(kv, head)
+            if new is None:
+                return head
+            # Whoever ran out of patience clears the request: its compaction was killed.
+            kv[HEAD] = seal(dataclasses.replace(new, pause=False) if polite and new.pause else new)
+            txn.commit_async().result()
+            return new
+        finally:
+            txn.abort()
+
+    @contextlib.contextmanager
+    def _turn(self, doing: str) -> Iterator[None]:
+        """Holds the writers' lock. A process that is stopped with it holds others up only for a moment."""
+        if self.local is None:
+            yield
+            return
+        try:
+            self.local.mkdir(parents=True, exist_ok=True)
+            lock = os.open(self.local / "write.lock", os.O_CREAT | os.O_RDWR, 0o644)
+        except OSError as error:
+            kind = StoreFull if error.errno in _FULL else StoreDenied if error.errno in _DENIED else StoreError
+            raise kind(f"{doing}: {error}") from error
+        try:
+            patience = time.monotonic() + _PAUSE_SECONDS
+            while not _locked(lock) and time.monotonic() < patience:
+                time.sleep(0.001)
+            yield
+        finally:
+            os.close(lock)
+
+
+def _locked(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 class _Pin:

@@ -27,7 +27,7 @@ _BUDGET_EVERY = 64  # appends between looks at the disk
 
 
 class Store:
-    """A handle on a run's store; safe to share between threads. Several processes may append at once."""
+    """A handle on a run's store; threads may share it, and several processes append where the file system has locks."""
 
     def __init__(self, database: Database, *, fence: int, budget_bytes: int, cache_bytes: int) -> None:
         self.database = database
