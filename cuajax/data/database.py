@@ -218,9 +218,10 @@ class Database:
         if self.local is None:
             return 0
         total = 0
-        for folder, _, _ in os.walk(self.local / self.generation):
-            with os.scandir(folder) as entries:
-                total += sum(e.stat(follow_symlinks=False).st_size for e in entries if e.is_file())
+        for folder, _, names in os.walk(self.local / self.generation):
+            for name in names:
+                with contextlib.suppress(FileNotFoundError):  # a lock file of a commit that has just ended
+                    total += os.lstat(os.path.join(folder, name)).st_size
         return total
 
     # ---------------------------------------------------------------------------------------------- reading

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import os
 import resource
 import shutil
 import subprocess
@@ -459,6 +460,14 @@ def test_a_damaged_record_is_left_behind(store):
     assert reader.read(3).id == "g3"
     with pytest.raises(RecordMissing):
         reader.read(2)
+
+
+def test_the_disk_is_measured_while_files_come_and_go(store, monkeypatch):
+    fill(store, 2)
+    size, walk = store.disk_bytes(), os.walk
+    assert size > 0
+    monkeypatch.setattr(os, "walk", lambda top: [(a, b, [*names, "gone.__lock"]) for a, b, names in walk(top)])
+    assert store.disk_bytes() == size
 
 
 def test_the_budget_compacts_up_to_what_is_retained(tmp_path, monkeypatch):
