@@ -2,7 +2,8 @@
 
     python launch/train.py --config=configs/stepo.py
 
-Hardware: two CPU cores, no GPU. See README.md for the minutes and the success to expect.
+Hardware: two CPU cores, no GPU; 7 to 10 minutes, of which the warm-up takes 5 to 8; 0.88 to 0.95 of new tasks succeed
+(README.md has the table of five seeds).
 `configs/stepo.py:debug` runs the same pages in under a minute. Families, warm-up and length are those of all
 experiments on this desktop: `desktop` in cuajax/config.py.
 """
